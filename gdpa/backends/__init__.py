@@ -1,0 +1,1 @@
+"""One module per backend. Backends do not import each other; `gdpa.dispatch` chooses among them."""

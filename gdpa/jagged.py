@@ -1,0 +1,68 @@
+"""Helpers between padded and packed batches. Differentiable, and without a host synchronisation except where said."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gdpa.errors import GdpaError
+
+
+def offsets_from_lengths(lengths: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+    """(B,) lengths -> (B + 1,) offsets that start at 0, on the same device.
+
+    Example:
+        >>> gdpa.offsets_from_lengths(torch.tensor([3, 0, 5]))
+        tensor([0, 3, 3, 8], dtype=torch.int32)
+    """
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
+        raise GdpaError(f"lengths: expected an integer tensor of shape (B,), got {_describe(lengths)}")
+    if dtype not in (torch.int32, torch.int64):
+        raise GdpaError(f"dtype: expected torch.int32 or torch.int64, got {dtype}")
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(dtype)
+
+
+def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, S, ...) padded rows and (B,) lengths -> packed (T, ...) and int32 offsets (B + 1,). Reads T on the host.
+
+    Example:
+        >>> packed, offsets = gdpa.pack(torch.randn(3, 5, 4, 32), torch.tensor([3, 0, 5]))
+        >>> packed.shape, offsets.tolist()
+        (torch.Size([8, 4, 32]), [0, 3, 3, 8])
+    """
+    if not isinstance(padded, Tensor) or padded.dim() < 2:
+        raise GdpaError(f"padded: expected a tensor of shape (B, S, ...), got {_describe(padded)}")
+    offsets = offsets_from_lengths(lengths)
+    if lengths.shape[0] != padded.shape[0]:
+        raise GdpaError(f"lengths: expected shape ({padded.shape[0]},) for the batch of padded, got {_describe(lengths)}")
+    if lengths.numel() and (int(lengths.max()) > padded.shape[1] or int(lengths.min()) < 0):
+        raise GdpaError(f"lengths: expected values from 0 to {padded.shape[1]}, got {int(lengths.min())} to {int(lengths.max())}")
+    valid = torch.arange(padded.shape[1], device=padded.device) < lengths.to(padded.device)[:, None]
+    return padded[valid], offsets.to(padded.device)
+
+
+def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> Tensor:
+    """Packed (T, ...) -> (B, max_len, ...), rows past a sequence's length set to `fill`; longer sequences are cut at max_len.
+
+    Example:
+        >>> gdpa.unpack(torch.randn(8, 4, 32), torch.tensor([0, 3, 3, 8]), 5).shape
+        torch.Size([3, 5, 4, 32])
+    """
+    if not isinstance(packed, Tensor) or packed.dim() < 1:
+        raise GdpaError(f"packed: expected a tensor of shape (T, ...), got {_describe(packed)}")
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise GdpaError(f"offsets: expected an int32 or int64 tensor of shape (B + 1,), got {_describe(offsets)}")
+    if isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 0:
+        raise GdpaError(f"max_len: expected an integer of at least 0, got {max_len!r}")
+    offsets = offsets.to(packed.device, torch.int64).clamp(0, packed.shape[0])
+    position = torch.arange(max_len, device=packed.device)
+    row = offsets[:-1, None] + position
+    valid = row < offsets[1:, None]
+    if packed.shape[0] == 0:
+        return packed.new_full((offsets.shape[0] - 1, max_len, *packed.shape[1:]), fill)
+    padded = packed[row.clamp(max=packed.shape[0] - 1)]
+    return torch.where(valid.view(*valid.shape, *[1] * (packed.dim() - 1)), padded, fill)
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
