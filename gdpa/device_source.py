@@ -1,0 +1,524 @@
+"""Device code of activations: a readable Triton module generated from their expressions, cached on disk.
+
+Two flavours. The portable one is built of elementwise `tl` operations alone, so that it also runs in Triton's
+interpreter, and keeps float32 accuracy. The fast one is for NVIDIA devices (sm_75 and later) whose scores are rounded
+to bfloat16 anyway: it uses the approximate instructions of the special-function unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import math
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gdpa.activations import Activation
+from gdpa.errors import GdpaError
+from gdpa.expression import Expression
+from gdpa.graph import Graph, Operand, Ref, Statement, formulas, pruned
+
+GENERATOR_VERSION = 2
+
+
+@dataclass(frozen=True)
+class DeviceFunctions:
+    """Functions for kernels to call on a float32 tile of scores.
+
+    Attributes:
+        value: `activate(s, head) -> f(s)`, decorated for the frontend asked for.
+        pair: `activate_pair(s, head) -> (f(s), f'(s))`, likewise.
+        source: the text of the generated module.
+        path: the file it was written to.
+    """
+
+    value: Any
+    pair: Any
+    source: str
+    path: Path
+
+
+def device_functions(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "triton") -> DeviceFunctions:
+    """Generate, write and import the device code of some activations.
+
+    Args:
+        keys: one key for all heads, in which case the functions ignore `head`; or one per head, which the functions
+            choose from by `head`, a scalar integer. Equal keys share one branch.
+        fast: use approximate NVIDIA instructions, with errors well below a rounding to bfloat16.
+        frontend: `"triton"` or `"gluon"`, the language of the calling kernel.
+
+    Raises:
+        GdpaError: a key is malformed or the frontend is unknown.
+        ImportError: Triton is not installed.
+    """
+    import triton
+
+    if frontend not in _PREAMBLES:
+        raise GdpaError(f"frontend: expected one of {', '.join(_PREAMBLES)}, got {frontend!r}")
+    return _load(tuple(keys), fast, frontend, bool(triton.knobs.runtime.interpret))
+
+
+@lru_cache(maxsize=256)
+def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -> DeviceFunctions:
+    # triton.jit decides when it decorates whether a function is interpreted, so `interpreted` is part of the memo.
+    source = generate(keys, fast=fast, frontend=frontend)
+    name = f"gdpa_activation_{_digest(keys, fast, frontend)}"
+    path = _write(f"{name}.py", source)
+    module = _import(f"{name}_{'interpreted' if interpreted else 'compiled'}", path, source)
+    return DeviceFunctions(module.activate, module.activate_pair, source, path)
+
+
+def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "triton") -> str:
+    """The text of the module that `device_functions` imports; the arguments are the same."""
+    distinct = list(dict.fromkeys(keys))
+    writer = _Writer(fast)
+    functions: list[str] = []
+    for i, key in enumerate(distinct):
+        expression = Activation.from_key(key).expression
+        functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
+    heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
+    dispatch = [_dispatch("activate", "value", "y", heads), _dispatch("activate_pair", "pair", "y, dy", heads)]
+    flavour = "approximate instructions of NVIDIA devices" if fast else "portable operations"
+    title = f'"""Activations of gdpa as {frontend} device functions, in {flavour}. Generated: edits are overwritten."""'
+    body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
+    return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
+
+
+# Gluon has maximum's option but not its enumeration; a global that a kernel reads must be a constexpr.
+_PROPAGATE_NAN = "\nfrom triton.language import PropagateNan\n\nPROPAGATE_NAN = tl.constexpr(PropagateNan.ALL)"
+_PREAMBLES = {
+    "triton": "import triton\nimport triton.language as tl" + _PROPAGATE_NAN,
+    "gluon": "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as tl"
+    + _PROPAGATE_NAN,
+}
+
+
+def _dispatch(name: str, prefix: str, results: str, heads: dict[int, list[int]]) -> str:
+    """`name(s, head)`: a chain of branches over the distinct functions; the one of most heads needs no test."""
+    lines = ["@jit", f"def {name}(s, head):"]
+    if len(heads) == 1:
+        return "\n".join([*lines, f"    return {prefix}_0(s)"])
+    last = max(heads, key=lambda i: len(heads[i]))
+    for place, i in enumerate(i for i in heads if i != last):
+        tests = " | ".join(f"(head == {head})" for head in heads[i])
+        lines += [f"    {'elif' if place else 'if'} {tests}:", f"        {results} = {prefix}_{i}(s)"]
+    lines += ["    else:", f"        {results} = {prefix}_{last}(s)", f"    return {results}"]
+    return "\n".join(lines)
+
+
+# Helper functions, by the operation they implement. Coefficients without a source are Taylor's.
+_PORTABLE_HELPERS = {
+    "exp": '''
+@jit
+def exp(x):
+    """2^k * 2^(r / log 2) with x = k log 2 + r, |r| < 0.35: tl.exp rounds x / log 2 whole and errs |x| * 6e-8, 5e-6 at 80."""
+    k = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - k * 0.693359375) - k * -2.12194440e-4
+    return tl.where(tl.abs(x) < 87.0, tl.exp2(k) * tl.exp2(r * 1.4426950408889634), tl.exp(x))
+''',
+    "tanh": '''
+@jit
+def tanh(x):
+    """Near 0 a polynomial (Cephes tanhf), so that the relative error stays below 3e-7; no overflow for large |x|."""
+    z = x * x
+    p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+    small = (p - 3.33332819422e-1) * z * x + x
+    a = tl.abs(x)
+    large = 1.0 - 2.0 / (exp(2.0 * a) + 1.0)
+    return tl.where(a < 0.625, small, tl.where(x < 0.0, -large, large))
+''',
+    "sigmoid": '''
+@jit
+def sigmoid(x):
+    """exp overflows to inf for x < -88, and 1 / inf = 0 is right there."""
+    return 1.0 / (1.0 + exp(-x))
+''',
+    "expm1": '''
+@jit
+def expm1(x):
+    """Near 0 the series, which exp(x) - 1 would lose to cancellation."""
+    p = 1.0 + x * (1.0 / 7.0) * (1.0 + x * (1.0 / 8.0))
+    p = 1.0 + x * (1.0 / 4.0) * (1.0 + x * (1.0 / 5.0) * (1.0 + x * (1.0 / 6.0) * p))
+    small = x * (1.0 + x * 0.5 * (1.0 + x * (1.0 / 3.0) * p))
+    return tl.where(tl.abs(x) < 0.5, small, exp(x) - 1.0)
+''',
+    "log1p": '''
+@jit
+def log1p(x):
+    """Near 0 a polynomial (Cephes logf), which log(1 + x) would lose to the rounding of 1 + x."""
+    p = ((7.0376836292e-2 * x - 1.1514610310e-1) * x + 1.1676998740e-1) * x - 1.2420140846e-1
+    p = ((p * x + 1.4249322787e-1) * x - 1.6668057665e-1) * x + 2.0000714765e-1
+    p = (p * x - 2.4999993993e-1) * x + 3.3333331174e-1
+    z = x * x
+    return tl.where(tl.abs(x) < 0.29, x + (x * z * p - 0.5 * z), tl.log(1.0 + x))
+''',
+    "sinh": '''
+@jit
+def sinh(x):
+    """Near 0 the series; elsewhere from exp(|x| - log 2), which overflows only where sinh does."""
+    z = x * x
+    p = 1.0 + z * (1.0 / 42.0) * (1.0 + z * (1.0 / 72.0))
+    small = x * (1.0 + z * (1.0 / 6.0) * (1.0 + z * (1.0 / 20.0) * p))
+    half = exp(tl.abs(x) - 0.6931471805599453)
+    large = half - 0.25 / half
+    return tl.where(z < 1.0, small, tl.where(x < 0.0, -large, large))
+''',
+    "cosh": '''
+@jit
+def cosh(x):
+    """From exp(|x| - log 2), which overflows only where cosh does."""
+    half = exp(tl.abs(x) - 0.6931471805599453)
+    return half + 0.25 / half
+''',
+    "erfc": '''
+@jit
+def erfc(x):
+    """Numerical Recipes' Chebyshev fit: relative error below 1.2e-7 before rounding."""
+    a = tl.abs(x)
+    t = 1.0 / (1.0 + 0.5 * a)
+    p = ((0.17087277 * t - 0.82215223) * t + 1.48851587) * t - 1.13520398
+    p = ((p * t + 0.27886807) * t - 0.18628806) * t + 0.09678418
+    p = (p * t + 0.37409196) * t + 1.00002368
+    tail = t * exp(p * t - 1.26551223 - a * a)
+    return tl.where(x < 0.0, 2.0 - tail, tail)
+''',
+    "normal_cdf": '''
+@jit
+def normal_cdf(x):
+    """The standard normal distribution function."""
+    return 0.5 * tl.erf(x * 0.7071067811865476) + 0.5
+''',
+    "round": '''
+@jit
+def round(x):
+    """To the nearest integer, ties to even: adding 1.5 * 2^23 leaves no fraction bits."""
+    return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
+''',
+    "trunc": '''
+@jit
+def trunc(x):
+    """Towards zero."""
+    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
+''',
+    "sign": '''
+@jit
+def sign(x):
+    """-1, 0 or 1; 0 for nan, as torch has it."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+''',
+    "pow": '''
+@jit
+def pow(x, y):
+    """x ** y for any sign of x: nan where x < 0 and y is no integer."""
+    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    integer = tl.floor(y) == y
+    odd = tl.floor(y * 0.5) * 2.0 != y
+    negative = tl.where(integer, tl.where(odd, -magnitude, magnitude), float("nan"))
+    result = tl.where(x < 0.0, negative, magnitude)
+    return tl.where((y == 0.0) | (x == 1.0), 1.0, result)
+''',
+}
+
+_FAST_HELPERS = {
+    "tanh": '''
+@jit
+def tanh(x):
+    """Relative error below 2^-11."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+''',
+    "reciprocal": '''
+@jit
+def reciprocal(x):
+    """One unit in the last place; 0 for |x| > 2^126."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+''',
+    "log2": '''
+@jit
+def log2(x):
+    """Absolute error below 2^-22."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+''',
+    "centred_sigmoid": '''
+@jit
+def centred_sigmoid(x):
+    """One special-function instruction; absolute error below 2^-12, so not for arguments far below 0."""
+    return 0.5 * tanh(0.5 * x) + 0.5
+''',
+    "sigmoid": '''
+@jit
+def sigmoid(x):
+    """Relative error of a few units in the last place, also far below 0."""
+    return reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
+''',
+    "erf": '''
+@jit
+def erf(x):
+    """1 - 2^p(|x|), p cubic: absolute error below 1.7e-4."""
+    a = tl.abs(x)
+    magnitude = 1.0 - tl.exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))
+    return tl.where(x < 0.0, -magnitude, magnitude)
+''',
+    "normal_cdf": '''
+@jit
+def normal_cdf(x):
+    """The standard normal distribution function, its tail as 2^p(|x|), p cubic: absolute error below 0.9e-4."""
+    a = tl.abs(x)
+    tail = tl.exp2(a * (a * (a * -0.032184092 - 0.47682655) - 1.14706370) - 1.0)
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+''',
+}
+
+_FAST_HELPERS["gelu"] = '''
+@jit
+def gelu(x):
+    """max(x, 0) - |x| * normal_cdf(-|x|), without a select: absolute error below 0.9e-4 |x|."""
+    a = tl.abs(x)
+    tail = tl.exp2(a * (a * (a * -0.032184092 - 0.47682655) - 1.14706370) - 1.0)
+    return tl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) - a * tail
+'''
+
+_LOG2_E = repr(math.log2(math.e))
+_LN_2 = repr(math.log(2.0))
+
+# Operations that are one expression, on any flavour; others are helpers.
+_TEMPLATES = {
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "erf": "tl.erf({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "~{0}",
+    "where": "tl.where({0}, {1}, {2})",
+    "to_float": "tl.where({0}, 1.0, 0.0)",
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=PROPAGATE_NAN)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=PROPAGATE_NAN)",
+}
+_FAST_TEMPLATES = {
+    "exp": f"tl.exp2({{0}} * {_LOG2_E})",
+    "expm1": f"tl.exp2({{0}} * {_LOG2_E}) - 1.0",
+}
+
+
+class _Writer:
+    """Writes functions of one flavour and remembers which helpers they call."""
+
+    def __init__(self, fast: bool) -> None:
+        self._fast = fast
+        self._used: set[str] = set()
+
+    def helpers(self) -> list[str]:
+        """The helper functions that were called, directly or by others, each after those it calls."""
+        sources = _PORTABLE_HELPERS | _FAST_HELPERS if self._fast else _PORTABLE_HELPERS
+        used = set(self._used)
+        for name in reversed(sources):
+            if name in used:
+                used |= {other for other in sources if re.search(rf"(?<![\w.]){other}\(", sources[name])}
+        return [text.strip() for name, text in sources.items() if name in used]
+
+    def function(self, name: str, expression: Expression, outputs: int) -> str:
+        """One device function of `s`: f alone, or the pair with its common subexpressions computed once."""
+        graph = expression.pair.select(*range(outputs))
+        if self._fast:
+            graph = _fuse_gelu(graph)
+        named = zip(("f(s)", "f'(s)"), formulas(graph), strict=False)
+        lines = [f"# {label} = {formula}" for label, formula in named]
+        lines += ["@jit", f"def {name}(s):"]
+        for i, statement in enumerate(graph.statements):
+            lines.append(f"    t{i} = {self._statement(graph, statement)}")
+        return "\n".join([*lines, f"    return {', '.join(map(_output, graph.outputs))}"])
+
+    def _statement(self, graph: Graph, statement: Statement) -> str:
+        name, operands = statement
+        texts = [_operand(x) for x in operands]
+        special = (
+            self._pow(operands) if name == "pow" else self._fast_form(graph, name, operands) if self._fast else None
+        )
+        if special is not None:
+            return special
+        template = (_FAST_TEMPLATES.get(name) if self._fast else None) or _TEMPLATES.get(name)
+        if template is not None and not (self._fast and name in _FAST_HELPERS):
+            return template.format(*texts)
+        return self._call(name, *texts)
+
+    def _call(self, name: str, *arguments: str) -> str:
+        self._used.add(name)
+        return f"{name}({', '.join(arguments)})"
+
+    def _log2(self, argument: str) -> str:
+        return self._call("log2", argument) if self._fast else f"tl.log2({argument})"
+
+    def _fast_form(self, graph: Graph, name: str, operands: tuple[Operand, ...]) -> str | None:
+        texts = [_operand(x) for x in operands]
+        if name == "log":
+            return f"{self._log2(texts[0])} * {_LN_2}"
+        if name == "log1p":
+            return f"{self._log2(f'1.0 + {texts[0]}')} * {_LN_2}"
+        if name == "sigmoid" and _centred(graph, operands[0]):
+            return self._call("centred_sigmoid", texts[0])
+        if name == "div":
+            top, bottom = operands
+            if not isinstance(bottom, Ref):
+                return f"{texts[0]} * {_literal(1.0 / bottom if bottom else math.copysign(math.inf, bottom))}"
+            reciprocal = self._call("reciprocal", texts[1])
+            return reciprocal if not isinstance(top, Ref) and top == 1.0 else f"{texts[0]} * {reciprocal}"
+        return None
+
+    def _pow(self, operands: tuple[Operand, ...]) -> str:
+        base, exponent = operands
+        if not isinstance(exponent, Ref) and math.isfinite(exponent):
+            x, y = _operand(base), _literal(exponent)
+            if exponent != int(exponent):
+                return f"tl.exp2({self._log2(x)} * {y})"
+            magnitude = f"tl.exp2({self._log2(f'tl.abs({x})')} * {y})"
+            return magnitude if exponent % 2 == 0 else f"tl.where({x} < 0.0, -1.0, 1.0) * {magnitude}"
+        return self._call("pow", _output(base), _output(exponent))
+
+
+def _fuse_gelu(graph: Graph) -> Graph:
+    """x * normal_cdf(x) as one operation where nothing else reads that normal_cdf."""
+    uses = [x.index for statement in graph.statements for x in statement.operands if isinstance(x, Ref)]
+    uses += [x.index for x in graph.outputs if isinstance(x, Ref)]
+    statements = list(graph.statements)
+    for i, (name, operands) in enumerate(statements):
+        if name == "mul" and isinstance(operands[1], Ref) and operands[1].index >= 0:
+            inner = statements[operands[1].index]
+            if inner == Statement("normal_cdf", operands[:1]) and uses.count(operands[1].index) == 1:
+                statements[i] = Statement("gelu", operands[:1])
+    return pruned(statements, graph.outputs)
+
+
+def _centred(graph: Graph, operand: Operand) -> bool:
+    """Whether the operand is the score times a number: scores are small or of either sign, and so is their multiple."""
+    if not isinstance(operand, Ref):
+        return False
+    if operand.index < 0:
+        return True
+    name, operands = graph.statements[operand.index]
+    return (
+        name in ("mul", "neg", "div")
+        and sum(isinstance(x, Ref) for x in operands) == 1
+        and any(_centred(graph, x) for x in operands)
+    )
+
+
+def _operand(operand: Operand) -> str:
+    if isinstance(operand, Ref):
+        return "s" if operand.index < 0 else f"t{operand.index}"
+    return _literal(operand)
+
+
+def _output(operand: Operand) -> str:
+    # A constant as a tile of the shape (and, in Gluon, of the layout) of `s`.
+    text = _operand(operand)
+    return text if isinstance(operand, Ref) else f"tl.where(s == s, {text}, {text})"
+
+
+def _literal(number: float) -> str:
+    """The number as Triton reads it into a float32; outside float32's normal range it would make it a float64."""
+    value = float(number)
+    if math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max:
+        value = math.copysign(math.inf, value)
+    if not math.isfinite(value):
+        return f'float("{value}")'
+    return "0.0" if abs(value) < torch.finfo(torch.float32).tiny else repr(value)
+
+
+def _digest(keys: tuple[str, ...], fast: bool, frontend: str) -> str:
+    import triton
+
+    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, fast, frontend, *keys)
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def cache_directory() -> Path:
+    """Where generated modules go: `$GDPA_CACHE_DIR`, else `$XDG_CACHE_HOME/gdpa`, else `~/.cache/gdpa`."""
+    chosen = os.environ.get("GDPA_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdpa"
+
+
+@lru_cache(maxsize=1)
+def _own_directory() -> tempfile.TemporaryDirectory[str]:
+    """For a process that cannot write the cache directory; removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="gdpa-")
+
+
+def _write(name: str, source: str) -> Path:
+    try:
+        return _write_into(cache_directory(), name, source)
+    except (OSError, RuntimeError):  # Path.home() raises RuntimeError where there is no home
+        return _write_into(Path(_own_directory().name), name, source)
+
+
+def _write_into(directory: Path, name: str, source: str) -> Path:
+    """Write the file unless it is there with this very content; replaced at once, so readers see all of it or none."""
+    path = directory / name
+    try:
+        if path.read_bytes() == source.encode():
+            return path
+    except OSError:
+        pass
+    directory.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(source)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Imports the text that was generated, whatever becomes of its file in the meantime."""
+
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        super().__init__(name, str(path))
+        self._source = source.encode()
+
+    def get_data(self, path: Any) -> bytes:
+        return self._source
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("bytecode is neither read nor written")
+
+
+def _import(name: str, path: Path, source: str) -> ModuleType:
+    loader = _Loader(name, path, source)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # triton.jit looks the module of a function up
+    loader.exec_module(module)
+    return module

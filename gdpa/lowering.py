@@ -1,0 +1,228 @@
+"""Torch-level graphs spelled out in primitive operations, for device code.
+
+The rules follow the formulas, and at kinks the conventions, of ATen's kernels. They are written so that f and f' share
+subexpressions: the builder computes what is spelled alike once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from gdpa.graph import OPERATIONS, SCORE, Builder, Graph, Operand, Ref, pruned
+
+
+class Term:
+    """An operand with Python's operators, so that the rules below read as formulas."""
+
+    __slots__ = ("builder", "operand")
+
+    def __init__(self, builder: Builder, operand: Operand) -> None:
+        self.builder = builder
+        self.operand = operand
+
+    def _emit(self, name: str, *operands: Term | float) -> Term:
+        plain = [x.operand if isinstance(x, Term) else float(x) for x in operands]
+        return Term(self.builder, self.builder.emit(name, *plain))
+
+    def __getattr__(self, name: str) -> Callable[..., Term]:
+        if name not in OPERATIONS:
+            raise AttributeError(name)
+        return lambda *others: self._emit(name, self, *others)
+
+    def __add__(self, other: Term | float) -> Term:
+        return self._emit("add", self, other)
+
+    def __sub__(self, other: Term | float) -> Term:
+        return self._emit("sub", self, other)
+
+    def __rsub__(self, other: float) -> Term:
+        return self._emit("sub", other, self)
+
+    def __mul__(self, other: Term | float) -> Term:
+        return self._emit("mul", self, other)
+
+    def __truediv__(self, other: Term | float) -> Term:
+        return self._emit("div", self, other)
+
+    def __rtruediv__(self, other: float) -> Term:
+        return self._emit("div", other, self)
+
+    def __neg__(self) -> Term:
+        return self._emit("neg", self)
+
+    def choose(self, chosen: Term | float, other: Term | float) -> Term:
+        """`chosen` where this condition holds, else `other`."""
+        return self._emit("where", self, chosen, other)
+
+
+def _pow(base: Term, exponent: Term) -> Term:
+    x, y = base.operand, exponent.operand
+    if not isinstance(y, Ref) and abs(y) <= 16:
+        if y == int(y):
+            return _integer_power(base, int(y))
+        if y == -0.5:
+            return base.rsqrt()
+        if 2 * y == int(2 * y) and y > 0:
+            return base.sqrt() * _integer_power(base, int(y))
+        if 2 * y == int(2 * y):
+            # nan below zero comes from the root; the magnitudes give a negative zero +inf, as torch's pow does.
+            return 1.0 / (base.sqrt().abs() * _integer_power(base.abs(), int(-y)))
+    if not isinstance(x, Ref) and 0.0 < x < math.inf:
+        return exponent.exp2() if x == 2.0 else (exponent * math.log2(x)).exp2()
+    return base._emit("pow", base, exponent)
+
+
+def _integer_power(base: Term, exponent: int) -> Term:
+    if exponent < 0:
+        return 1.0 / _integer_power(base, -exponent)
+    result = Term(base.builder, 1.0)
+    square = base
+    while exponent:
+        if exponent & 1:
+            result = square if result.operand == 1.0 else result * square
+        exponent >>= 1
+        if exponent:
+            square = square * square
+    return result
+
+
+def _divide(x: Term, y: Term) -> Term:
+    divisor = y.operand
+    if not isinstance(divisor, Ref) and math.isfinite(divisor) and abs(math.frexp(divisor)[0]) == 0.5:
+        return x * (1.0 / divisor)  # a power of two: exact
+    return x._emit("div", x, y)
+
+
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715
+
+
+def _gelu_tanh_parts(x: Term) -> tuple[Term, Term, Term]:
+    square = x * x
+    tanh = (x * (square * (_SQRT_2_OVER_PI * _CUBIC) + _SQRT_2_OVER_PI)).tanh()
+    return square, tanh, x * 0.5
+
+
+def _gelu_tanh(x: Term) -> Term:
+    _, tanh, half = _gelu_tanh_parts(x)
+    return half * tanh + half
+
+
+def _gelu_tanh_backward(grad: Term, x: Term) -> Term:
+    square, tanh, half = _gelu_tanh_parts(x)
+    slope = square * (3.0 * _SQRT_2_OVER_PI * _CUBIC) + _SQRT_2_OVER_PI
+    return grad * ((half * slope) * (1.0 - tanh * tanh) + (tanh * 0.5 + 0.5))
+
+
+def _gelu_backward(grad: Term, x: Term) -> Term:
+    # exp(-x * x / 2) / sqrt(2 pi), its constants inside the exponent.
+    density = ((x * x) * (-0.5 * math.log2(math.e)) - 0.5 * math.log2(2.0 * math.pi)).exp2()
+    return grad * (x * density + x.normal_cdf())
+
+
+def _silu_backward(grad: Term, x: Term) -> Term:
+    sigmoid = x.sigmoid()
+    return grad * ((x * sigmoid) * (1.0 - sigmoid) + sigmoid)
+
+
+def _mish_parts(x: Term) -> tuple[Term, Term, Term]:
+    # tanh(log1p(w)) = n / (n + 2) with n = w(w + 2); beyond 20 it is 1 in float32, and w * w would overflow at 44.
+    w = x.minimum(20.0).exp()
+    n = w * (w + 2.0)
+    inverse = 1.0 / (n + 2.0)
+    return w, inverse, n * inverse
+
+
+def _mish_backward(grad: Term, x: Term) -> Term:
+    # t + x sigmoid(x) (1 - t^2); 1 - t^2 = 4 (w + 1)^2 / (n + 2)^2 and sigmoid(x) = w / (w + 1) leave no cancellation.
+    w, inverse, tanh = _mish_parts(x)
+    return grad * ((x * (w * (w + 1.0)) * 4.0) * (inverse * inverse) + tanh)
+
+
+def _log_sigmoid_derivative(grad: Term, x: Term) -> Term:
+    z = (-x.abs()).exp()
+    tail = z / (z + 1.0)
+    return grad * x.lt(0.0).choose(1.0 - tail, tail)
+
+
+def _elu(x: Term, alpha: Term, scale: Term, input_scale: Term) -> Term:
+    return x.le(0.0).choose((x * input_scale).expm1() * (alpha * scale), x * scale)
+
+
+def _elu_backward(grad: Term, x: Term, alpha: Term, scale: Term, input_scale: Term) -> Term:
+    negative = (x * input_scale).exp() * (alpha * scale * input_scale)
+    return grad * x.le(0.0).choose(negative, scale)
+
+
+def _softplus_backward(grad: Term, x: Term, beta: Term, threshold: Term) -> Term:
+    z = (x * beta).exp()
+    return grad * (x * beta).gt(threshold).choose(1.0, z / (z + 1.0))
+
+
+def _outside(x: Term, bound: Term) -> Term:
+    return x.abs().gt(bound)
+
+
+# Operation -> its primitive-level form. The conventions at kinks are those of ATen's kernels.
+_RULES: dict[str, Callable[..., Term]] = {
+    "detach": lambda x: x,
+    "relu": lambda x: x.maximum(0.0),
+    "silu": lambda x: x * x.sigmoid(),
+    "silu_backward": _silu_backward,
+    "gelu": lambda x: x * x.normal_cdf(),
+    "gelu_backward": _gelu_backward,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh_backward": _gelu_tanh_backward,
+    "tanh_backward": lambda grad, y: grad * (1.0 - y * y),
+    "sigmoid_backward": lambda grad, y: grad * (y * (1.0 - y)),
+    "threshold": lambda x, bound, value: x.le(bound).choose(value, x),
+    "threshold_backward": lambda grad, x, bound: x.le(bound).choose(0.0, grad),
+    "leaky_relu": lambda x, slope: x.gt(0.0).choose(x, x * slope),
+    "leaky_relu_backward": lambda grad, x, slope: grad * x.gt(0.0).choose(1.0, slope),
+    "elu": _elu,
+    "elu_backward": _elu_backward,
+    "celu": lambda x, alpha: _elu(x, alpha, Term(x.builder, 1.0), 1.0 / alpha),
+    "softplus": lambda x, b, bound: (x * b).gt(bound).choose(x, (x * b).exp().log1p() / b),
+    "softplus_backward": _softplus_backward,
+    "clamp": lambda x, low, high: x.maximum(low).minimum(high),
+    "clamp_min": lambda x, low: x.maximum(low),
+    "clamp_max": lambda x, high: x.minimum(high),
+    "hardtanh": lambda x, low, high: x.maximum(low).minimum(high),
+    "hardtanh_backward": lambda grad, x, low, high: x.le(low).logical_or(x.ge(high)).choose(0.0, grad),
+    "hardsigmoid": lambda x: (x + 3.0).maximum(0.0).minimum(6.0) * (1.0 / 6.0),
+    "hardsigmoid_backward": lambda grad, x: grad * x.abs().lt(3.0).choose(1.0 / 6.0, 0.0),
+    "hardswish": lambda x: x * ((x + 3.0).maximum(0.0).minimum(6.0) * (1.0 / 6.0)),
+    "hardswish_backward": lambda grad, x: grad * x.le(-3.0).choose(0.0, x.lt(3.0).choose(x * (1.0 / 3.0) + 0.5, 1.0)),
+    "mish": lambda x: x * _mish_parts(x)[2],
+    "mish_backward": _mish_backward,
+    "log_sigmoid": lambda x: x.minimum(0.0) - (-x.abs()).exp().log1p(),
+    "log_sigmoid_backward": _log_sigmoid_derivative,
+    "softshrink": lambda x, bound: x.gt(bound).choose(x - bound, x.lt(-bound).choose(x + bound, 0.0)),
+    "softshrink_backward": lambda grad, x, bound: _outside(x, bound).choose(grad, 0.0),
+    "hardshrink": lambda x, bound: _outside(x, bound).choose(x, 0.0),
+    "hardshrink_backward": lambda grad, x, bound: _outside(x, bound).choose(grad, 0.0),
+    "pow": _pow,
+    "div": _divide,
+    "reciprocal": lambda x: 1.0 / x,
+    "tan": lambda x: x.sin() / x.cos(),
+    "log10": lambda x: x.log() * math.log10(math.e),
+}
+
+
+def lower(graph: Graph) -> Graph:
+    """`graph` in primitive operations alone, equal subexpressions computed once."""
+    builder = Builder()
+    results: dict[int, Operand] = {-1: SCORE}
+
+    def find(operand: Operand) -> Operand:
+        return results[operand.index] if isinstance(operand, Ref) else operand
+
+    for i, (name, operands) in enumerate(graph.statements):
+        arguments = [find(x) for x in operands]
+        rule = _RULES.get(name)
+        if rule is None:
+            results[i] = builder.emit(name, *arguments)
+        else:
+            results[i] = rule(*(Term(builder, x) for x in arguments)).operand
+    return pruned(builder.statements, [find(x) for x in graph.outputs])
