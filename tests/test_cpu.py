@@ -1,0 +1,391 @@
+"""The cpu backend against the oracle: every option, tile borders, containment of NaN, threads, and skipped work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.pool
+from typing import Any
+
+import pytest
+import torch
+from helpers import check, leaves, make_case, run, spy
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gdpa
+from gdpa import numerics
+from gdpa.backends import cpu
+from gdpa.backends.cpu_kernels import FUSED, kernel_of
+from gdpa.problem import describe, window_mask
+
+BORDERS = (0, 1, 63, 64, 65)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that ordinary test sizes need many of them, and chunks of one or two key heads."""
+    monkeypatch.setattr(cpu, "TILE_ROWS", 32)
+    monkeypatch.setattr(cpu, "TILE_KEYS", 24)
+    monkeypatch.setattr(cpu, "MASKED_TILE_KEYS", 16)
+    monkeypatch.setattr(cpu, "TILE_SCORES", 2 * 32 * 24)
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch):
+    """Two workers, whatever the work."""
+    monkeypatch.setattr(cpu, "LEAST_SCORES_FOR_WORKERS", 0)
+    monkeypatch.setattr(cpu, "UNEVEN", float("inf"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@DTYPES
+@pytest.mark.parametrize("form", ["packed", "dense", "dense-key", "shared-query"])
+def test_lengths_at_tile_borders_match_the_oracle(form: str, dtype: torch.dtype) -> None:
+    for first in (65, 1, 0):
+        lengths = (first, *BORDERS)
+        check(make_case(form, q_lengths=lengths, k_lengths=lengths[::-1], dtype=dtype, tail=(3, 2), seed=1), "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("form", ["packed", "dense", "dense-key", "shared-query"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, -1), (3, 30)], ids=["full", "causal", "left", "band"])
+@pytest.mark.usefixtures("small_tiles")
+def test_many_tiles_match_the_oracle(form: str, window: tuple[int, int], dtype: torch.dtype) -> None:
+    case = make_case(
+        form,
+        q_lengths=(65, 7, 100),
+        k_lengths=(70, 64, 33),
+        heads=6,
+        kv_heads=2,
+        head_dim=24,
+        value_dim=40,
+        dtype=dtype,
+        window_size=window,
+        out_scale="per-sequence",
+        seed=2,
+    )
+    check(case, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", gdpa.activations())
+def test_every_named_activation_has_exact_value_and_slope(activation: str, dtype: torch.dtype) -> None:
+    check(
+        make_case(q_lengths=(70, 65), heads=2, head_dim=32, dtype=dtype, activation=activation, spread=1.5, seed=3),
+        "cpu",
+    )
+
+
+def test_the_fused_table_names_only_built_in_activations_and_agrees_with_them_everywhere() -> None:
+    s = torch.cat(
+        [
+            torch.linspace(-30, 30, 4001, dtype=torch.float64),
+            torch.tensor([-3.0, -0.0, 0.0, 3.0, 20.0], dtype=torch.float64),
+        ]
+    )
+    assert set(FUSED) == set(gdpa.activations())
+    for name in FUSED:
+        value, slope = gdpa.Activation.from_key(name).value_and_derivative(s)
+        scores, p, dp = s.clone(), torch.empty_like(s), torch.full_like(s, 2.0)
+        kernel = kernel_of(name)
+        kernel.prepare(scores, p, slope=True)
+        kernel.multiply_by_slope(dp, scores)
+        torch.testing.assert_close(p, value, rtol=1e-12, atol=1e-14, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(dp, 2 * slope, rtol=1e-12, atol=1e-14, msg=lambda m, name=name: f"{name}': {m}")
+        scores = s.clone()
+        kernel.value(scores)
+        assert torch.equal(scores, p), name
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.usefixtures("small_tiles")
+def test_activations_per_head_each_serve_their_head(group: int) -> None:
+    def cubic(s: Tensor) -> Tensor:
+        return torch.relu(s) ** 3 / 64
+
+    activations: list[Any] = ["gelu", "gelu", "sigmoid", cubic, "exp", "gelu"]
+    for form in ("packed", "shared-query"):
+        case = make_case(
+            form,
+            q_lengths=(40, 5, 5),
+            k_lengths=(40, 5, 5),
+            heads=6,
+            kv_heads=6 // group,
+            activation=activations,
+            seed=4,
+        )
+        check(case, "cpu")
+
+
+@DTYPES
+def test_any_group_of_query_heads_and_any_widths(dtype: torch.dtype) -> None:
+    for heads, kv_heads, head_dim, value_dim in ((8, 1, 8, 16), (6, 3, 40, 8), (4, 4, 136, 72)):
+        case = make_case(
+            q_lengths=(65, 30),
+            k_lengths=(20, 129),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            scale=0.2,
+            out_scale=0.37,
+            seed=5,
+        )
+        check(case, "cpu")
+
+
+@pytest.mark.parametrize("form", ["packed", "dense", "dense-key", "shared-query"])
+@pytest.mark.usefixtures("small_tiles")
+def test_float64_is_computed_in_float64(form: str) -> None:
+    case = make_case(
+        form,
+        q_lengths=(65, 3),
+        k_lengths=(64, 40),
+        heads=4,
+        kv_heads=2,
+        dtype=torch.float64,
+        causal=True,
+        out_scale="per-sequence",
+        seed=6,
+    )
+    for name, got, right in zip(
+        numerics.Results._fields, run(case, "cpu"), numerics.truth(case.problem, case.inputs, case.d_out), strict=True
+    ):
+        # The oracle is float64 too: the two differ by the order of sums of at most 130 terms, each with one rounding.
+        assert (got - right).norm() <= 130**0.5 * torch.finfo(torch.float64).eps * right.norm(), name
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_strided_inputs_give_the_same_bits_and_contiguous_results() -> None:
+    case = make_case(q_lengths=(40, 33), heads=2, head_dim=24, dtype=torch.bfloat16, causal=True, seed=7)
+    plain = run(case, "cpu")
+
+    def strided(x: Tensor) -> Tensor:
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    inputs = case.inputs
+    moved = case.with_inputs(q=strided(inputs.q), k=inputs.k.transpose(0, 1).contiguous().transpose(0, 1), v=strided(inputs.v))
+    needs = (True, True, True)
+    options = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, None)
+    out = cpu.forward(case.problem, *moved.inputs[:3], *options)
+    grads = cpu.backward(case.problem, strided(case.d_out), *moved.inputs[:3], *options, needs)
+    for a, b in zip(plain, (out, *grads), strict=True):
+        assert b is not None
+        assert b.is_contiguous()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (40, 20, 33)], ids=["merged", "apart"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_poisoned_sequence_leaves_its_neighbours_bitwise_alone(
+    lengths: tuple[int, ...], poison: float, dtype: torch.dtype
+) -> None:
+    case = make_case(q_lengths=lengths, heads=4, kv_heads=2, dtype=dtype, tail=(5, 5), seed=8)
+    clean = run(case, "cpu")
+    first, last = lengths[0], lengths[0] + lengths[1]
+    poisoned = [x.clone() for x in case.inputs[:3]]
+    for x in poisoned:
+        x[first:last] = poison
+        x[sum(lengths) :] = poison  # rows that no sequence covers
+    d_out = case.d_out.clone()
+    d_out[first:last] = poison
+    d_out[sum(lengths) :] = poison
+    options = (*case.inputs[3:5], None)
+    results = (
+        cpu.forward(case.problem, *poisoned, *options),
+        *cpu.backward(case.problem, d_out, *poisoned, *options, (True,) * 3),
+    )
+    for a, b in zip(clean, results, strict=True):
+        assert b is not None
+        assert torch.equal(a[:first], b[:first])
+        assert torch.equal(a[last:], b[last:])
+        assert not b[sum(lengths) :].any()
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (0, 3)], ids=["causal", "left-2", "right-3"])
+def test_nan_of_f_at_masked_pairs_does_not_leak(window: tuple[int, int]) -> None:
+    # sqrt is NaN at the negative scores of the last key, which only some rows may see.
+    case = make_case(q_lengths=(12,), heads=1, head_dim=8, activation=torch.sqrt, window_size=window, seed=9)
+    q, k = (x.abs() + 0.1 for x in case.inputs[:2])
+    check(case.with_inputs(q=q, k=k), "cpu")
+    k[-1] *= -1
+    sees_it = window_mask(12, 12, window, q.device)[:, -1]
+    assert sees_it.any()
+    assert not sees_it.all()
+    options = (*case.inputs[3:5], None)
+    out = cpu.forward(case.problem, q, k, case.inputs.v, *options)
+    dq, _, _ = cpu.backward(case.problem, case.d_out, q, k, case.inputs.v, *options, (True, False, False))
+    assert dq is not None
+    for result in (out, dq):
+        assert torch.equal(result[:, 0].isnan().any(1), sees_it)
+
+
+def test_masked_pairs_of_sigmoid_contribute_nothing() -> None:
+    case = make_case(q_lengths=(9,), k_lengths=(9,), heads=1, activation="sigmoid", causal=True, seed=10)
+    out = case.call(*case.inputs[:3], "cpu")
+    q, k, v = (x[:1, 0] for x in case.inputs[:3])
+    torch.testing.assert_close(out[0, 0], (torch.sigmoid(case.problem.scale * (q @ k.T)) @ v)[0])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements any operator's result has had, and how many matrix products ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.products = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        self.products += "bmm" in function.__name__
+        return result
+
+
+@pytest.fixture
+def one_thread():
+    """Dispatch modes see the calling thread only."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("activation", ["gelu", lambda s: torch.sin(s) * s], ids=["named", "traced"])
+@pytest.mark.usefixtures("one_thread")
+def test_no_score_matrix_is_ever_materialised(activation: Any) -> None:
+    rows = 4096
+    case = make_case(q_lengths=(rows,), heads=1, head_dim=8, activation=activation, seed=11)
+    inputs = (*case.inputs[:5], None)
+    with Largest() as seen:
+        cpu.forward(case.problem, *inputs)
+        cpu.backward(case.problem, case.d_out, *inputs, (True,) * 3)
+    assert seen.products == 7 * (rows // cpu.TILE_ROWS) * (rows // cpu.TILE_KEYS)
+    assert seen.elements <= cpu.TILE_SCORES
+    assert seen.elements < rows * rows / 50
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_window_skips_the_tiles_it_excludes() -> None:
+    case = make_case(q_lengths=(2048,), heads=1, head_dim=8, window_size=(64, 0), dtype=torch.float32, seed=12)
+    with Largest() as seen:
+        out = cpu.forward(case.problem, *case.inputs[:5], None)
+    # Each of the 4 row tiles of 512 meets 3 key tiles of 256 (the first one 2), where all of them would be 8.
+    assert seen.products == 2 * (2 + 3 + 3 + 3)
+    numerics.check(case.problem, case.inputs, None, numerics.Results(out))
+
+
+@pytest.mark.parametrize(
+    ("needs", "products"),
+    [((1, 0, 0), 3), ((0, 1, 0), 3), ((0, 0, 1), 2), ((1, 1, 0), 4), ((1, 0, 1), 4), ((1, 1, 1), 5), ((0, 0, 0), 0)],
+    ids=["q", "k", "v", "qk", "qv", "qkv", "none"],
+)
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_nobody_needs_cost_no_product(needs: tuple[bool, bool, bool], products: int) -> None:
+    for form in ("packed", "shared-query"):
+        case = make_case(form, q_lengths=(30,), k_lengths=(30,), heads=2, seed=13)
+        inputs = (*case.inputs[:5], None)
+        everything = cpu.backward(case.problem, case.d_out, *inputs, (True,) * 3)
+        with Largest() as seen:
+            some = cpu.backward(case.problem, case.d_out, *inputs, needs)
+        assert seen.products == products
+        for need, a, b in zip(needs, everything, some, strict=True):
+            assert (b is None) == (not need)
+            assert a is not None
+            assert b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", ["packed", "dense", "dense-key", "shared-query"])
+@pytest.mark.usefixtures("small_tiles", "two_threads")
+def test_workers_give_the_bits_of_one_thread(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(form, q_lengths=(40, 65, 3, 17), k_lengths=(65, 2, 30, 40), heads=8, kv_heads=4, causal=True, seed=14)
+    submitted = spy(monkeypatch, cpu, "_workers")
+    shared = check(case, "cpu")
+    assert submitted, "no worker ran"
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    for a, b in zip(run(case, "cpu"), shared, strict=True):
+        assert a is not None
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_workers_serve_inference_mode_and_leave_new_threads_their_number() -> None:
+    case = make_case(q_lengths=(40, 65, 3), heads=4, seed=15)
+    right = case.call(*case.inputs[:3], "cpu")
+    with torch.inference_mode():
+        assert torch.equal(case.call(*case.inputs[:3], "cpu"), right)
+    assert cpu._workers(2).submit(torch.get_num_threads).result() == 1
+    with multiprocessing.pool.ThreadPool(1) as fresh:
+        assert fresh.apply(torch.get_num_threads) == 2
+    q, k, v = leaves(case.inputs)
+    assert case.call(q, k, v, "cpu").requires_grad
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **keywords: Any) -> None:
+        raise MemoryError("no room for the tile")
+
+    case = make_case(q_lengths=(40, 65, 3), heads=4, seed=16)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "_product", fails)
+        with pytest.raises(MemoryError, match="no room for the tile"):
+            case.call(*case.inputs[:3], "cpu")
+    check(case, "cpu")
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_forked_process_makes_workers_of_its_own() -> None:
+    case = make_case(q_lengths=(40, 65, 3), heads=4, seed=17)
+    cpu._workers(2)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(1)  # as a DataLoader's worker does: OpenMP's threads do not survive a fork
+        sender.send(case.call(*case.inputs[:3], "cpu").sum().item())
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert receiver.poll(30), "the child hangs"
+    assert receiver.recv() == case.call(*case.inputs[:3], "cpu").sum().item()
+    process.join()
+
+
+def test_merged_sequences_are_those_of_equal_lengths_in_a_row() -> None:
+    case = make_case(q_lengths=(5, 5, 7, 7, 7, 0, 0, 5), k_lengths=(6, 6, 6, 6, 2, 2, 0, 6), heads=1, seed=18)
+    plan = cpu._Plan.of(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
+    assert [(block.count, block.q_len, block.k_len) for block in plan.blocks] == [
+        (2, 5, 6),
+        (2, 7, 6),
+        (1, 7, 2),
+        (1, 0, 2),
+        (1, 0, 0),
+        (1, 5, 6),
+    ]
+    check(case, "cpu")
+
+
+def test_an_empty_batch_gives_empty_and_zero_results() -> None:
+    for form in ("packed", "dense", "dense-key", "shared-query"):
+        case = make_case(form, q_lengths=() if form != "shared-query" else (4,), k_lengths=(), tail=(3, 3), seed=19)
+        results = run(case, "cpu")
+        assert all(not x.any() for x in results if x is not None)
+
+
+def test_only_cpu_tensors_are_supported() -> None:
+    case = make_case()
+    q, k, v = (x.to("meta") for x in case.inputs[:3])
+    problem = describe(q, k, v, *case.inputs[3:5], None, None, ["gelu"], None, 1.0, (-1, -1), False)
+    reason = cpu.supports(problem)
+    assert reason is not None
+    assert "meta" in reason
+    assert cpu.supports(case.problem) is None
