@@ -1,0 +1,461 @@
+"""From a Problem and its tensors to kernel launches.
+
+The `plan_*` functions lay launches out; `forward` and `backward` run them; `precompile` builds the same kernels ahead of time, for
+another machine's architecture if asked, under the keys that a later launch looks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa import schedule
+from gdpa.activations import Activation
+from gdpa.backends.triton.backend import interpreted
+from gdpa.backends.triton.backward import key_gradient_kernel, query_gradient_kernel, shared_query_gradient_kernel
+from gdpa.backends.triton.configs import INTERPRETED, Config, config
+from gdpa.backends.triton.forward import forward_kernel
+from gdpa.problem import Problem, describe
+from gdpa.tracing import device_functions
+
+# dQ of shared queries is summed in about this many programs; fixed, so that results do not depend on the device.
+SHARED_QUERY_PROGRAMS = 1024
+
+# The rows of a ragged descriptor's third dimension; tiles.py knows it too.
+RAGGED = 2**30
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. `arguments` are the kernel's parameters in order, `constants` its compile-time ones by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    config: Config
+
+    def options(self) -> dict[str, Any]:
+        shape = self.config
+        options = {**self.constants, "num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
+        return options if shape.registers is None else {**options, "maxnreg": shape.registers}
+
+    def run(self) -> None:
+        if 0 not in self.grid:
+            self.kernel[self.grid](*self.arguments, **self.options())
+
+    def compile(self) -> Any:
+        """Build without running; returns Triton's compiled kernel."""
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.options())
+
+
+@lru_cache(maxsize=None)
+def architecture(device: torch.device) -> int:
+    """The compute capability as 80, 90, ...; 0 on the CPU (interpreted) and on ROCm."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+class Call:
+    """One call's tensors as the kernels want them: aligned rows, bounds, strides, descriptors."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        out_scale: Tensor | None,
+        d_out: Tensor | None,
+        arch: int,
+    ) -> None:
+        self.problem = problem
+        self.arch = arch
+        self.q, self.k, self.v = (_aligned(x) for x in (q, k, v))
+        self.d_out = self.q if d_out is None else _aligned(d_out)
+        self.q_bounds = None if cu_seqlens_q is None else schedule.bounds(cu_seqlens_q, problem.query_rows)
+        self.k_bounds = None if cu_seqlens_k is None else schedule.bounds(cu_seqlens_k, problem.key_rows)
+        self.out_scale = None if out_scale is None else out_scale.float().contiguous()
+        # A pointer argument that is not read still needs a tensor of a fixed type.
+        self.nothing = q.new_empty(0, dtype=torch.int32)
+        self.no_scale = q.new_empty(0, dtype=torch.float32)
+        # The copy engine's descriptors need Hopper, whole powers of two and aligned rows; otherwise threads copy.
+        self.mapped = (
+            90 <= arch < 100
+            and problem.dtype.itemsize == 2
+            and all(size == _width(size) for size in (problem.head_dim, problem.value_dim))
+            and all(_mappable(x) for x in (self.q, self.k, self.v, self.d_out))
+        )
+
+    def config(self, kernel: str) -> Config:
+        if interpreted():
+            return INTERPRETED
+        problem = self.problem
+        return config(kernel, self.arch, problem.dtype.itemsize, max(problem.head_dim, problem.value_dim))
+
+    def tiles(self, queries: bool, block: int) -> tuple[Tensor | None, int]:
+        """The list of query (or key) tiles, None where both sides are dense, and how many programs cover them."""
+        problem = self.problem
+        owner, other = (self.q_bounds, self.k_bounds) if queries else (self.k_bounds, self.q_bounds)
+        rows = problem.query_rows if queries else problem.key_rows
+        count = schedule.tile_bound(owner is not None, problem.batch, rows, block)
+        if owner is None and other is None:
+            return None, count
+        return schedule.tiles(owner, other, problem.batch, rows, block), count
+
+    def source(self, x: Tensor, block: int) -> Tensor | TensorDescriptor:
+        """What a kernel loads `x` through, `block` rows at a time."""
+        return ragged_descriptor(x, block) if self.mapped else x
+
+    def inputs(self, shape: Config, with_d_out: bool) -> tuple[Any, ...]:
+        """q, k, v (and d_out) as the kernels' first parameters."""
+        inputs = (
+            self.source(self.q, shape.block_m),
+            self.source(self.k, shape.block_n),
+            self.source(self.v, shape.block_n),
+        )
+        return (*inputs, self.source(self.d_out, shape.block_m)) if with_d_out else inputs
+
+    def lists(self, tiles: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tile list, both bounds and the out_scale, with something harmless where there is none."""
+        scale = self.no_scale if self.out_scale is None else self.out_scale
+        tiles, q_bounds, k_bounds = (self.nothing if x is None else x for x in (tiles, self.q_bounds, self.k_bounds))
+        return tiles, q_bounds, k_bounds, scale
+
+    def constants(self, shape: Config, tiles: Tensor | None) -> dict[str, Any]:
+        """The compile-time parameters that every kernel has; each launch adds its activation."""
+        problem = self.problem
+        tail_safe = all(Activation.from_key(key).tail_safe for key in problem.activations)
+        # Only a lone loop keeps its last product running: from one loop into the next ptxas again runs them one by one.
+        overlap = shape.overlap and self.mapped and tail_safe and not problem.masked
+        return {
+            "GROUP": problem.group,
+            "D": problem.head_dim,
+            "DV": problem.value_dim,
+            "WIDTH": _width(problem.head_dim),
+            "WIDTH_V": _width(problem.value_dim),
+            "BLOCK_M": shape.block_m,
+            "BLOCK_N": shape.block_n,
+            "HAS_LIST": tiles is not None,
+            "Q_PACKED": self.q_bounds is not None,
+            "K_PACKED": self.k_bounds is not None,
+            "SCALE_PER_SEQUENCE": self.out_scale is not None,
+            "WINDOW": problem.masked,
+            "TAIL_SAFE": tail_safe,
+            "MAPPED": self.mapped,
+            "SETTLE": (2 if overlap else 1) if 90 <= self.arch < 100 else 0,
+            "UPCAST": interpreted() and problem.dtype.itemsize == 2,
+        }
+
+    def activation(self) -> Any:
+        """The device functions (value, pair). bf16 on NVIDIA takes the approximate instructions: they err less than its rounding
+        of P and dS. fp16 rounds eight times finer, and with them passed the error budget by a tenth."""
+        fast = self.problem.dtype == torch.bfloat16 and self.arch >= 80
+        return device_functions(self.problem.activations, fast=fast)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose rows are contiguous and start at multiples of 8 elements and of 16 bytes."""
+    sound = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    return x if sound else x.clone(memory_format=torch.contiguous_format)
+
+
+def _width(size: int) -> int:
+    """The power of two a head dimension is padded to; tl.dot takes at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """(sequence / 8, row, head); packed and shared tensors do not move with the sequence."""
+    return (x.stride(0) // 8 if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
+
+
+def _mappable(x: Tensor) -> bool:
+    rows = x.shape[0] * x.shape[1] if x.dim() == 4 else x.shape[0]
+    together = x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1)
+    return together and 0 < rows < RAGGED and x.stride(-3) > 0 and x.numel() > 0
+
+
+def ragged_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """A descriptor through which the copy engine stops at each sequence's own end: rows past it read as zeros.
+
+    Two more dimensions with wrapping strides move the sequence's end onto the end of the third one, of 2^30 rows, where the hardware
+    checks bounds: row r of a sequence (start, length) is [2^30, start + length, 2^30 - length + r, column], whose addresses add up to
+    row start + r in 64-bit arithmetic. The tensor's own end is not checked, so start and length must be sound (schedule.bounds).
+    """
+    row = x.stride(-3)
+    width = x.shape[-1]
+    columns = x.stride(-2) * (x.shape[-2] - 1) + width
+    return TensorDescriptor(
+        x, [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1], [1, 1, block, width]
+    )
+
+
+def plan_forward(call: Call, out: Tensor) -> Launch:
+    problem, shape = call.problem, call.config("forward")
+    tiles, count = call.tiles(True, shape.block_m)
+    arguments = (
+        *call.inputs(shape, with_d_out=False),
+        out,
+        *call.lists(tiles),
+        *_strides(call.q),
+        *_strides(call.k),
+        *_strides(call.v),
+        *_strides(out),
+        problem.batch,
+        problem.heads,
+        problem.query_rows,
+        problem.key_rows,
+        triton.cdiv(problem.query_rows, shape.block_m),
+        problem.scale,
+        problem.out_scale,
+        *problem.window,
+    )
+    constants = {"activate": call.activation().value, **call.constants(shape, tiles)}
+    return Launch(forward_kernel, (count * problem.heads,), arguments, constants, shape)
+
+
+def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
+    problem, shape = call.problem, call.config("key_gradient")
+    tiles, count = call.tiles(False, shape.block_n)
+    arguments = (
+        *call.inputs(shape, with_d_out=True),
+        dk,
+        dv,
+        *call.lists(tiles),
+        *_strides(call.q),
+        *_strides(call.k),
+        *_strides(call.v),
+        *_strides(call.d_out),
+        *_strides(dk),
+        *_strides(dv),
+        problem.batch,
+        problem.kv_heads,
+        problem.query_rows,
+        problem.key_rows,
+        triton.cdiv(problem.key_rows, shape.block_n),
+        problem.scale,
+        problem.out_scale,
+        *problem.window,
+    )
+    constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
+    return Launch(key_gradient_kernel, (count * problem.kv_heads,), arguments, constants, shape)
+
+
+def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
+    problem, shape = call.problem, call.config("query_gradient")
+    tiles, count = call.tiles(True, shape.block_m)
+    arguments = (
+        *call.inputs(shape, with_d_out=True),
+        dq,
+        *call.lists(tiles),
+        *_strides(call.q),
+        *_strides(call.k),
+        *_strides(call.v),
+        *_strides(call.d_out),
+        *_strides(dq),
+        problem.batch,
+        problem.heads,
+        problem.query_rows,
+        problem.key_rows,
+        triton.cdiv(problem.query_rows, shape.block_m),
+        problem.scale,
+        problem.out_scale,
+        *problem.window,
+    )
+    constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
+    return Launch(query_gradient_kernel, (count * problem.heads,), arguments, constants, shape)
+
+
+def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
+    """`partial` is fp32 (chunks, Sq, H, D); its sum over the chunks is dQ."""
+    problem, shape = call.problem, call.config("query_gradient")
+    chunks = partial.shape[0]
+    arguments = (
+        *call.inputs(shape, with_d_out=True),
+        partial,
+        *call.lists(None)[2:],
+        *_strides(call.q),
+        *_strides(call.k),
+        *_strides(call.v),
+        *_strides(call.d_out),
+        *_strides(partial),
+        problem.batch,
+        problem.query_rows,
+        problem.key_rows,
+        chunks,
+        problem.scale,
+        problem.out_scale,
+        *problem.window,
+    )
+    constants = {"activate_pair": call.activation().pair, **call.constants(shape, None)}
+    for absent in ("HAS_LIST", "Q_PACKED"):
+        del constants[absent]
+    grid = (chunks, problem.heads, triton.cdiv(problem.query_rows, shape.block_m))
+    return Launch(shared_query_gradient_kernel, grid, arguments, constants, shape)
+
+
+def shared_query_chunks(problem: Problem, block: int) -> int:
+    programs = problem.heads * max(triton.cdiv(problem.query_rows, block), 1)
+    return max(1, min(problem.batch, SHARED_QUERY_PROGRAMS // programs))
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+) -> Tensor:
+    call = Call(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, None, architecture(q.device))
+    out = q.new_empty(problem.output_shape)
+    with _device(q):
+        plan_forward(call, out).run()
+    return out
+
+
+def backward(
+    problem: Problem,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    call = Call(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, d_out, architecture(q.device))
+    needs_dq, needs_dk, needs_dv = needs
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    with _device(q):
+        if needs_dk or needs_dv:
+            dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+            plan_key_gradients(call, dk, dv).run()
+        if needs_dq and problem.query_side == "shared":
+            chunks = shared_query_chunks(problem, call.config("query_gradient").block_m)
+            partial = q.new_empty((chunks, *q.shape), dtype=torch.float32)
+            plan_shared_query_gradient(call, partial).run()
+            dq = partial.sum(0).to(q.dtype)
+        elif needs_dq:
+            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+            plan_query_gradient(call, dq).run()
+    return dq, dk if needs_dk else None, dv if needs_dv else None
+
+
+@contextmanager
+def _device(q: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, which need not be q's."""
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def target_architecture(arch: int) -> Iterator[None]:
+    """Compile for compute capability `arch` whatever device there is; nothing can be launched meanwhile."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Target:
+        """As much of a Triton driver as compiling asks for."""
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            # Triton keeps kernels by device; a number that no device has keeps these apart from the real ones.
+            return -arch
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    previous = driver._active
+    driver.set_active(Target())
+    try:
+        yield
+    finally:
+        driver._active = previous
+
+
+def plans(
+    activations: tuple[str, ...],
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    masked: bool,
+    group: int,
+    arch: int,
+    form: str = "packed",
+    kv_heads: int = 4,
+) -> list[Launch]:
+    """The launches of a forward and a backward on tensors without data, to compile: form packed, dense, dense-keys or shared-queries."""
+    batch, rows, heads = 4, 256, kv_heads * group
+    packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
+
+    def tensor(packed: bool, lead: tuple[int, ...], heads: int, width: int) -> Tensor:
+        return torch.empty(
+            (batch * rows, heads, width) if packed else (*lead, heads, width), dtype=dtype, device="meta"
+        )
+
+    offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads, head_dim)
+    k = tensor(packed_k, (batch, rows), kv_heads, head_dim)
+    v = tensor(packed_k, (batch, rows), kv_heads, value_dim)
+    cu_q, cu_k = offsets if packed_q else None, offsets if packed_k else None
+    window = (-1, 0) if masked else (-1, -1)
+    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
+    out = q.new_empty(problem.output_shape)
+    call = Call(problem, q, k, v, cu_q, cu_k, None, torch.empty_like(out), arch)
+    if problem.query_side == "shared":
+        query_gradient = plan_shared_query_gradient(call, q.new_empty((2, *q.shape), dtype=torch.float32))
+    else:
+        query_gradient = plan_query_gradient(call, torch.empty_like(q))
+    return [plan_forward(call, out), plan_key_gradients(call, torch.empty_like(k), torch.empty_like(v)), query_gradient]
+
+
+def precompile(
+    activations: tuple[str, ...],
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    masked: bool = False,
+    group: int = 1,
+    arch: int | None = None,
+    kv_heads: int = 4,
+) -> list[str]:
+    """Build the kernels of a forward and a backward into Triton's cache, in every form; a line for each kernel built.
+
+    `arch` is a compute capability such as 90; None takes this machine's GPU. `activations` are keys, one or one per head.
+    """
+    if arch is None:
+        arch = architecture(torch.device("cuda", torch.cuda.current_device()))
+    lines = []
+    with target_architecture(arch):
+        for form in ("packed", "dense", "dense-keys", "shared-queries"):
+            for launch in plans(activations, head_dim, value_dim, dtype, masked, group, arch, form, kv_heads):
+                kernel = launch.compile()
+                shape = launch.config
+                lines.append(
+                    f"sm_{arch} {form:14} {launch.kernel.__name__:28} {shape.block_m}x{shape.block_n}, {shape.warps} warps, "
+                    f"{kernel.metadata.shared // 1024} KB shared"
+                )
+    return lines

@@ -1,0 +1,104 @@
+"""Which tiles there are: lists of non-empty tiles, built on the device without a host synchronisation.
+
+A jagged batch cut into tiles of BLOCK rows has sum(ceil(length / BLOCK)) of them, a number only the device knows. The host knows a
+bound, rows // BLOCK + batch + 1, launches that many programs, and those past the end leave at once.
+
+Kernels read (start, length) from here alone, never from the caller's offsets: `bounds` clamps them to the buffer, so that whatever the
+offsets hold nothing is read or written outside it. Row `batch` of the bounds is the uncovered tail of the buffer, a sequence that
+attends to nothing, so the kernels write its zeros in passing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+_CACHE_SIZE = 64
+_cache: OrderedDict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = OrderedDict()
+
+
+def bounds(offsets: Tensor, rows: int) -> Tensor:
+    """Offsets (B + 1,) -> int32 (B + 1, 2): the (start, length) of each sequence, and of the tail that none covers."""
+    return _cached(("bounds", rows), (offsets,), lambda: _build_bounds(offsets, rows))
+
+
+def tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, block: int) -> Tensor:
+    """The tiles of `owner`'s rows as int32 (count bound, 2): (sequence, block within it), sequence -1 past the end.
+
+    `owner` and `other` are the bounds of the side that is cut into tiles and of the side each tile walks over; None where that side is
+    dense, with `rows` rows a sequence for the owner. Tiles with the most to walk come first: the device takes programs in
+    order, so the long ones start early and the short ones fill the end.
+    """
+    anchors = tuple(t for t in (owner, other) if t is not None)
+    sides = (owner is None, other is None)
+    return _cached(
+        ("tiles", sides, batch, rows, block), anchors, lambda: _build_tiles(owner, other, batch, rows, block)
+    )
+
+
+def tile_bound(packed: bool, batch: int, rows: int, block: int) -> int:
+    """The most tiles there can be: what the host launches."""
+    return rows // block + batch + 1 if packed else batch * -(-rows // block)
+
+
+def _build_bounds(offsets: Tensor, rows: int) -> Tensor:
+    clamped = offsets.clamp(0, rows).int()
+    ends = torch.cat((clamped[1:], clamped.new_full((1,), rows)))
+    return torch.stack((clamped, (ends - clamped).clamp_(min=0)), dim=1)
+
+
+def _build_tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, block: int) -> Tensor:
+    device = (owner if owner is not None else other).device  # type: ignore[union-attr]
+    bound = tile_bound(owner is not None, batch, rows, block)
+    lengths = torch.full((batch,), rows, dtype=torch.int32, device=device) if owner is None else owner[:, 1]
+    if other is None:
+        order = torch.arange(lengths.shape[0], dtype=torch.int32, device=device)
+    else:
+        walked = other[:batch, 1]
+        if owner is not None:
+            walked = torch.nn.functional.pad(walked, (0, 1))  # the tail attends to nothing
+        order = torch.argsort(walked, descending=True, stable=True).int()
+    counts = (lengths[order] + (block - 1)) // block
+    ends = counts.cumsum(0, dtype=torch.int32)
+    tile = torch.arange(bound, dtype=torch.int32, device=device)
+    position = torch.searchsorted(ends, tile, right=True).clamp_(max=max(lengths.shape[0] - 1, 0))
+    sequence = torch.where(tile < ends[-1:], order[position], -1)
+    return torch.stack((sequence, tile - (ends - counts)[position]), dim=1)
+
+
+def _memory_is_a_graphs(device: torch.device) -> bool:
+    """Whether what is allocated now belongs to a CUDA graph: one being captured, or one torch.compile is warming up for."""
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is not None and manager.path_state != trees.ExecutionState.NONE
+
+
+def _cached(kind: tuple[Hashable, ...], anchors: tuple[Tensor, ...], build: Callable[[], Tensor]) -> Tensor:
+    """Build once per identity and version of the anchors, so that the layers of a model share a schedule.
+
+    While a CUDA graph is captured it is always built, inside the capture: a replay reads offsets that changed since. Inference
+    tensors have no version, so nothing is kept for them either.
+    """
+    device = anchors[0].device
+    if any(a.is_inference() for a in anchors) or (device.type == "cuda" and _memory_is_a_graphs(device)):
+        return build()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (*kind, stream, *((id(a), a._version) for a in anchors))
+    hit = _cache.get(key)
+    if hit is not None and all(ref() is anchor for ref, anchor in zip(hit[0], anchors, strict=True)):
+        _cache.move_to_end(key)
+        return hit[1]
+    built = build()
+    _cache[key] = (tuple(weakref.ref(a) for a in anchors), built)
+    while len(_cache) > _CACHE_SIZE:
+        _cache.popitem(last=False)
+    return built
