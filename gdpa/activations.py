@@ -58,17 +58,13 @@ _BUILT_INS: dict[str, _BuiltIn] = {
         # Where relu is 0 its double already is.
         shorter="t0=relu(s); t1=mul(t0,t0); t2=add(t0,t0); -> t1, t2",
     ),
-    "leaky_relu": _BuiltIn(
-        functional.leaky_relu, "t0=leaky_relu(s,0.01); t1=leaky_relu_backward(1.0,s,0.01); -> t0, t1"
-    ),
+    "leaky_relu": _BuiltIn(functional.leaky_relu, "t0=leaky_relu(s,0.01); t1=leaky_relu_backward(1.0,s,0.01); -> t0, t1"),
     "gelu": _BuiltIn(functional.gelu, "t0=gelu(s); t1=gelu_backward(1.0,s); -> t0, t1"),
     "gelu_tanh": _BuiltIn(_gelu_tanh, "t0=gelu_tanh(s); t1=gelu_tanh_backward(1.0,s); -> t0, t1"),
     "silu": _BuiltIn(functional.silu, "t0=silu(s); t1=silu_backward(1.0,s); -> t0, t1"),
     "sigmoid": _BuiltIn(torch.sigmoid, "t0=sigmoid(s); t1=sigmoid_backward(1.0,t0); -> t0, t1"),
     "tanh": _BuiltIn(torch.tanh, "t0=tanh(s); t1=tanh_backward(1.0,t0); -> t0, t1"),
-    "softplus": _BuiltIn(
-        functional.softplus, "t0=softplus(s,1.0,20.0); t1=softplus_backward(1.0,s,1.0,20.0); -> t0, t1"
-    ),
+    "softplus": _BuiltIn(functional.softplus, "t0=softplus(s,1.0,20.0); t1=softplus_backward(1.0,s,1.0,20.0); -> t0, t1"),
     "elu": _BuiltIn(functional.elu, "t0=elu(s,1.0,1.0,1.0); t1=elu_backward(1.0,s,1.0,1.0,1.0); -> t0, t1"),
     "hardswish": _BuiltIn(functional.hardswish, "t0=hardswish(s); t1=hardswish_backward(1.0,s); -> t0, t1"),
     "exp": _BuiltIn(torch.exp, "t0=exp(s); -> t0, t0"),
@@ -106,7 +102,6 @@ class Activation:
     Attributes:
         key: a text that holds the whole expression (a built-in's name); equal keys are equal activations.
         name: the name.
-        tail_safe: f(0) and f'(0) are finite and at most 65504 in magnitude, so they fit every dtype of P.
 
     Raises:
         UnsupportedActivation: `fn` cannot be translated; the message names the operation and lists what can be used.
@@ -118,11 +113,10 @@ class Activation:
         tensor([0., 1.])
     """
 
-    __slots__ = ("key", "name", "tail_safe")
+    __slots__ = ("key", "name")
 
     key: str
     name: str
-    tail_safe: bool
 
     def __init__(self, fn: str | Activation | Function, name: str | None = None) -> None:
         if isinstance(fn, Activation):
@@ -142,7 +136,6 @@ class Activation:
         expression = _expression(key)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "name", name or (key if key in _BUILT_INS else expression.formula))
-        object.__setattr__(self, "tail_safe", _tail_safe(key))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an Activation cannot be changed, got an assignment to {name!r}")
@@ -151,6 +144,14 @@ class Activation:
     def from_key(cls, key: str) -> Activation:
         """The activation whose `key` this is, a built-in's name included; raises GdpaError where it is malformed."""
         return _from_key(key)
+
+    @property
+    def tail_safe(self) -> bool:
+        """f(0) and f'(0) are finite and at most 65504 in magnitude, so they fit every dtype of P.
+
+        Found when asked: inside torch.export, where a callable may be traced, tensors have no values to look at.
+        """
+        return _tail_safe(self.key)
 
     @property
     def gdpa_fingerprint(self) -> str:

@@ -12,7 +12,7 @@ Read next: gdpa/backends/reference.py, the same three lines as code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def attention(
 
     q_values, q_offsets = _jagged("q", q)
     k_values, k_offsets = _jagged("k", k)
-    v_values, v_offsets = _jagged("v", v)
+    v_values, _ = _jagged("v", v)
     if k.is_nested != v.is_nested:
         raise GdpaError(f"v: expected a {'jagged nested' if k.is_nested else 'dense'} tensor as k is, got the other kind")
     if not q.is_nested and q.dim() != 4:
@@ -130,7 +130,9 @@ def attention_varlen(
         torch.Size([8, 4, 32])
     """
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        raise GdpaError("cu_seqlens_q, cu_seqlens_k: expected offsets for at least one of them, got None for both; dense: gdpa.attention")
+        raise GdpaError(
+            "cu_seqlens_q, cu_seqlens_k: expected offsets for at least one of them, got None for both; dense: gdpa.attention"
+        )
     if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() != 3:
         raise GdpaError(f"q: expected (Sq, H, D), shared by the batch, where cu_seqlens_q is None, got shape {tuple(q.shape)}")
     return _call(
@@ -206,15 +208,18 @@ def _jagged(name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     """The values (T, H, D) and offsets of a jagged nested tensor; a dense tensor passes with no offsets."""
     if not tensor.is_nested:
         return tensor, None
+    nested: Any = tensor  # a NestedTensor, whose own attributes Tensor does not declare
     if tensor.layout != torch.jagged:
         raise GdpaError(f"{name}: expected a nested tensor of layout torch.jagged, got {tensor.layout}")
     if tensor.dim() != 4:
         raise GdpaError(f"{name}: expected a nested tensor (B, *, H, D), got {tensor.dim()} dimensions")
-    if tensor._ragged_idx != 1:
-        raise GdpaError(f"{name}: expected the jagged dimension to be 1, got {tensor._ragged_idx}; call .contiguous() after transposing back")
-    if tensor.lengths() is not None:
+    if nested._ragged_idx != 1:
+        raise GdpaError(
+            f"{name}: expected the jagged dimension to be 1, got {nested._ragged_idx}; call .contiguous() after transposing back"
+        )
+    if nested.lengths() is not None:
         raise GdpaError(f"{name}: expected a contiguous nested tensor, got one with holes (its lengths differ from its offsets)")
-    return tensor.values(), tensor.offsets()
+    return nested.values(), nested.offsets()
 
 
 def _arguments(
@@ -234,13 +239,12 @@ def _arguments(
     backend: str | None,
 ) -> tuple[Tensor | None, tuple[list[str], float | None, float, int, int, bool, str]]:
     """Check every argument; return the per-sequence out_scale tensor and the operator's options after max_seqlen_k."""
-    out_scale_tensor = out_scale if isinstance(out_scale, Tensor) else None
+    out_scale_tensor, out_scale_number = (out_scale, None) if isinstance(out_scale, Tensor) else (None, out_scale)
     check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale_tensor)
     check_max_seqlen("max_seqlen_q", max_seqlen_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
     check_number("scale", scale)
-    if out_scale_tensor is None:
-        check_number("out_scale", out_scale)
+    check_number("out_scale", out_scale_number)
     left, right = check_window(window_size, causal)
     dispatch.check_name(backend)
     if deterministic is None:
@@ -248,7 +252,7 @@ def _arguments(
     elif not isinstance(deterministic, bool):
         raise GdpaError(f"deterministic: expected True, False or None, got {deterministic!r}")
     keys = list(resolve(activation, q.shape[-2]))
-    out_scale_value = 1.0 if out_scale is None or out_scale_tensor is not None else float(out_scale)
+    out_scale_value = 1.0 if out_scale_number is None else float(out_scale_number)
     scale = None if scale is None else float(scale)
     return out_scale_tensor, (keys, scale, out_scale_value, left, right, deterministic, backend or "")
 

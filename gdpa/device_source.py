@@ -28,7 +28,7 @@ from gdpa.errors import GdpaError
 from gdpa.expression import Expression
 from gdpa.graph import Graph, Operand, Ref, Statement, formulas, pruned
 
-GENERATOR_VERSION = 2
+GENERATOR_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
 _PROPAGATE_NAN = "\nfrom triton.language import PropagateNan\n\nPROPAGATE_NAN = tl.constexpr(PropagateNan.ALL)"
 _PREAMBLES = {
     "triton": "import triton\nimport triton.language as tl" + _PROPAGATE_NAN,
-    "gluon": "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as tl"
-    + _PROPAGATE_NAN,
+    "gluon": "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as tl" + _PROPAGATE_NAN,
 }
 
 
@@ -281,10 +280,10 @@ def normal_cdf(x):
 _FAST_HELPERS["gelu"] = '''
 @jit
 def gelu(x):
-    """max(x, 0) - |x| * normal_cdf(-|x|), without a select: absolute error below 0.9e-4 |x|."""
-    a = tl.abs(x)
-    tail = tl.exp2(a * (a * (a * -0.032184092 - 0.47682655) - 1.14706370) - 1.0)
-    return tl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) - a * tail
+    """x / 2 * (1 + tanh(x p(x * x))), p fitted to erf: absolute error below 2.8e-4, and tanh's own of 2.5e-4 |x|. As 2^cubic(|x|) it
+    errs a third of that, but takes so many registers that an H200's forward ran at 202 TFLOP/s where this runs as gelu_tanh does."""
+    h = 0.5 * x
+    return h * tanh(x * (x * x * 0.0347008929 + 0.80015707)) + h
 '''
 
 _LOG2_E = repr(math.log2(math.e))
@@ -359,9 +358,7 @@ class _Writer:
     def _statement(self, graph: Graph, statement: Statement) -> str:
         name, operands = statement
         texts = [_operand(x) for x in operands]
-        special = (
-            self._pow(operands) if name == "pow" else self._fast_form(graph, name, operands) if self._fast else None
-        )
+        special = self._pow(operands) if name == "pow" else self._fast_form(graph, name, operands) if self._fast else None
         if special is not None:
             return special
         template = (_FAST_TEMPLATES.get(name) if self._fast else None) or _TEMPLATES.get(name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 from gdpa.errors import BackendUnavailable, GdpaError
@@ -42,7 +42,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> ModuleType:
     return importlib.import_module(_MODULES[name])
 

@@ -188,9 +188,7 @@ def _reads(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _scan(code: types.CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
-    instructions = [
-        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG")
-    ]
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG")]
     for place, instruction in enumerate(instructions):
         operation, name = instruction.opname, instruction.argval
         if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):

@@ -109,9 +109,7 @@ def _operations() -> dict[str, Operation]:
         "ffnnn",
         "f",
         False,
-        elu_backward=lambda grad, x, alpha, scale, input_scale: aten.elu_backward(
-            grad, alpha, scale, input_scale, False, x
-        ),
+        elu_backward=lambda grad, x, alpha, scale, input_scale: aten.elu_backward(grad, alpha, scale, input_scale, False, x),
     )
     return {operation.name: operation for operation in table}
 
@@ -146,8 +144,7 @@ class Graph:
     def text(self) -> str:
         """One line; `parse_graph` reads it back exactly."""
         lines = [
-            f"t{i}={operation}({','.join(map(operand_text, operands))});"
-            for i, (operation, operands) in enumerate(self.statements)
+            f"t{i}={operation}({','.join(map(operand_text, operands))});" for i, (operation, operands) in enumerate(self.statements)
         ]
         return " ".join([*lines, "->", ", ".join(map(operand_text, self.outputs))])
 
@@ -188,8 +185,7 @@ class Graph:
             for index in self._last_use[i]:
                 del results[index]
         return tuple(
-            results[x.index] if isinstance(x, Ref) else torch.full_like(s, _fitted(x, s), requires_grad=False)
-            for x in self.outputs
+            results[x.index] if isinstance(x, Ref) else torch.full_like(s, _fitted(x, s), requires_grad=False) for x in self.outputs
         )
 
 
@@ -346,15 +342,11 @@ def parse_graph(text: str) -> Graph:
             raise GdpaError(f"activation key: unknown operation {match[2]!r}")
         operands = [operand(part, line) for part in match[3].split(",")]
         if len(operands) != len(operation.operands):
-            raise GdpaError(
-                f"activation key: {operation.name} takes {len(operation.operands)} operands, got {len(operands)}"
-            )
+            raise GdpaError(f"activation key: {operation.name} takes {len(operation.operands)} operands, got {len(operands)}")
         for (value, kind), expected in zip(operands, operation.operands, strict=True):
             literal = not isinstance(value, Ref)
             if kind != ("f" if expected == "n" else expected) or (expected == "n" and not literal):
-                raise GdpaError(
-                    f"activation key: {operand_text(value)} does not fit {operation.name}, in {line!r:.120}"
-                )
+                raise GdpaError(f"activation key: {operand_text(value)} does not fit {operation.name}, in {line!r:.120}")
         statements.append(Statement(operation.name, tuple(value for value, _ in operands)))
         kinds.append(operation.result)
     outputs = [operand(part, results) for part in results.split(", ")]

@@ -50,7 +50,12 @@ def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> 
     """
     if not isinstance(packed, Tensor) or packed.dim() < 1:
         raise GdpaError(f"packed: expected a tensor of shape (T, ...), got {_describe(packed)}")
-    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
+    if (
+        not isinstance(offsets, Tensor)
+        or offsets.dim() != 1
+        or offsets.shape[0] < 1
+        or offsets.dtype not in (torch.int32, torch.int64)
+    ):
         raise GdpaError(f"offsets: expected an int32 or int64 tensor of shape (B + 1,), got {_describe(offsets)}")
     if isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 0:
         raise GdpaError(f"max_len: expected an integer of at least 0, got {max_len!r}")

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from gdpa.activations import Activation
 from gdpa.backends import reference
-from gdpa.problem import Problem, row_ranges, window_mask
+from gdpa.problem import Problem, allowed_pairs, row_ranges, window_mask
+
+# An fp32 problem of at most FEW_SCORES scores is measured against the worst of this many more orders of additions.
+ORDERS = 8
+FEW_SCORES = 4096
 
 
 class Results(NamedTuple):
@@ -84,8 +88,12 @@ def truth(problem: Problem, inputs: Inputs, d_out: Tensor | None) -> Results:
     return Results(out.detach(), dq, dk, dv)
 
 
-def yardstick(problem: Problem, inputs: Inputs, d_out: Tensor | None) -> Results:
-    """The ideal fused computation in the inputs' dtype, one sequence and head at a time."""
+def yardstick(problem: Problem, inputs: Inputs, d_out: Tensor | None, seed: int | None = None) -> Results:
+    """The ideal fused computation in the inputs' dtype, one sequence and head at a time.
+
+    A `seed` shuffles the terms of every sum: another order of additions is as ideal.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     q, k, v = inputs.q, inputs.k, inputs.v
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(problem.output_shape, dtype=wide, device=q.device)
@@ -94,29 +102,37 @@ def yardstick(problem: Problem, inputs: Inputs, d_out: Tensor | None) -> Results
     def rounded(x: Tensor) -> Tensor:
         return x.to(q.dtype).to(wide)
 
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        if generator is None:
+            return a @ b
+        order = torch.randperm(a.shape[1], generator=generator).to(a.device)
+        return a[:, order] @ b[order]
+
     for b, h, q_rows, k_rows in _pieces(problem, inputs):
+        if q_rows.start == q_rows.stop or k_rows.start == k_rows.stop:
+            continue
         g = h // problem.group
         q_b, k_b, v_b = (_rows(x, b, rows)[:, head].to(wide) for x, rows, head in ((q, q_rows, h), (k, k_rows, g), (v, k_rows, g)))
         out_scale = problem.out_scale if inputs.out_scale is None else inputs.out_scale[b].to(wide)
         f = Activation.from_key(problem.activation_of(h))
-        s = problem.scale * (q_b @ k_b.T)
+        s = problem.scale * matmul(q_b, k_b.T)
         p, slope = f.value_and_derivative(s)
         if problem.masked:
             banned = ~window_mask(s.shape[0], s.shape[1], problem.window, s.device)
             p, slope = p.masked_fill(banned, 0), slope.masked_fill(banned, 0)
         p = rounded(p)
         out_rows = out[b] if problem.query_side != "packed" else out[q_rows]
-        out_rows[:, h] = out_scale * (p @ v_b)
+        out_rows[:, h] = out_scale * matmul(p, v_b)
         if d_out is None:
             continue
         d_out_b = (d_out[b] if problem.query_side != "packed" else d_out[q_rows])[:, h].to(wide)
-        dp = out_scale * (d_out_b @ v_b.T)
+        dp = out_scale * matmul(d_out_b, v_b.T)
         ds = rounded(slope * dp)
         if problem.masked:
             ds = ds.masked_fill(banned, 0)
-        _rows(dv, b, k_rows)[:, g] += out_scale * (p.T @ d_out_b)
-        _rows(dq, b, q_rows)[:, h] += problem.scale * (ds @ k_b)
-        _rows(dk, b, k_rows)[:, g] += problem.scale * (ds.T @ q_b)
+        _rows(dv, b, k_rows)[:, g] += out_scale * matmul(p.T, d_out_b)
+        _rows(dq, b, q_rows)[:, h] += problem.scale * matmul(ds, k_b)
+        _rows(dk, b, k_rows)[:, g] += problem.scale * matmul(ds.T, q_b)
     if d_out is None:
         return Results(out.to(q.dtype))
     return Results(*(x.to(q.dtype) for x in (out, dq, dk, dv)))
@@ -124,14 +140,19 @@ def yardstick(problem: Problem, inputs: Inputs, d_out: Tensor | None) -> Results
 
 def judge(problem: Problem, inputs: Inputs, d_out: Tensor | None, results: Results) -> list[Verdict]:
     """Hold `results` to the budget. Gradients that are None are not judged."""
-    exact, ideal = truth(problem, inputs, d_out), yardstick(problem, inputs, d_out)
+    exact = truth(problem, inputs, d_out)
+    # In fp32 the order of additions errs as much as anything, and a few scores share one draw of it: take the worst of several.
+    scores = problem.heads * allowed_pairs(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    seeds = range(ORDERS) if inputs.q.dtype == torch.float32 and scores <= FEW_SCORES else ()
+    ideals = [yardstick(problem, inputs, d_out, seed) for seed in (None, *seeds)]
     verdicts = []
-    for name, result, right, best in zip(Results._fields, results, exact, ideal, strict=True):
+    for i, (name, result) in enumerate(zip(Results._fields, results, strict=True)):
         if result is None:
             continue
-        if right is None or best is None:
+        right, best = exact[i], [ideal[i] for ideal in ideals]
+        if right is None:
             raise ValueError(f"{name} was computed, but no d_out was given to judge it with")
-        verdicts.append(_verdict(name, result, right, best))
+        verdicts.append(_verdict(name, result, right, [x for x in best if x is not None]))
     return verdicts
 
 
@@ -141,15 +162,16 @@ def check(problem: Problem, inputs: Inputs, d_out: Tensor | None, results: Resul
     assert not failed, "; ".join(failed)
 
 
-def _verdict(name: str, result: Tensor, right: Tensor, best: Tensor) -> Verdict:
+def _verdict(name: str, result: Tensor, right: Tensor, ideals: list[Tensor]) -> Verdict:
     assert result.shape == right.shape, f"{name}: shape {tuple(result.shape)}, expected {tuple(right.shape)}"
-    assert result.dtype == best.dtype, f"{name}: dtype {result.dtype}, expected {best.dtype}"
+    assert result.dtype == ideals[0].dtype, f"{name}: dtype {result.dtype}, expected {ideals[0].dtype}"
     relative, largest = _errors(result, right)
-    relative_best, largest_best = _errors(best, right)
+    ideal_errors = [_errors(ideal, right) for ideal in ideals]
     eps = torch.finfo(result.dtype).eps
     peak = right.abs().max().item() if right.numel() else 0.0
-    # One rounding of a result errs eps / sqrt(12) in the root mean square: a yardstick that did better on a small problem was lucky.
-    relative_best = max(relative_best, eps / 12**0.5)
+    # One rounding of a result errs eps / sqrt(12) in the root mean square: a yardstick that did better was lucky.
+    relative_best = max(eps / 12**0.5, *(error for error, _ in ideal_errors))
+    largest_best = max(error for _, error in ideal_errors)
     return Verdict(name, relative, 2 * relative_best, largest, 2 * largest_best + eps * peak)
 
 

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -84,9 +85,7 @@ def sides(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tenso
     return query_side, "packed" if cu_seqlens_k is not None else "dense"
 
 
-def batch_size(
-    query_side: QuerySide, key_side: KeySide, q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
-) -> int:
+def batch_size(query_side: QuerySide, key_side: KeySide, q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> int:
     if cu_q is not None:
         return cu_q.shape[0] - 1
     if cu_k is not None:
@@ -231,9 +230,7 @@ def check_call(
         if tensor.shape[-1] < 1 or tensor.shape[-2] < 1:
             raise GdpaError(f"{name}: expected at least one head and one feature, got {_shape(tensor)}")
     if q.shape[-2] % k.shape[-2] != 0:
-        raise GdpaError(
-            f"q: expected a number of heads that is a multiple of k's {k.shape[-2]}, got {q.shape[-2]} ({_shape(q)})"
-        )
+        raise GdpaError(f"q: expected a number of heads that is a multiple of k's {k.shape[-2]}, got {q.shape[-2]} ({_shape(q)})")
 
     query_side, key_side = sides(q, k, cu_seqlens_q, cu_seqlens_k)
     batch = batch_size(query_side, key_side, q, k, cu_seqlens_q, cu_seqlens_k)
@@ -285,7 +282,7 @@ def row_ranges(offsets: Tensor | None, batch: int, rows: int) -> list[tuple[int,
     if offsets is None:
         return [(0, rows)] * batch
     ends = [min(max(int(o), 0), rows) for o in offsets.tolist()]
-    return [(start, max(end - start, 0)) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [(start, max(end - start, 0)) for start, end in pairwise(ends)]
 
 
 def allowed_pairs(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:

@@ -451,9 +451,7 @@ class _Translation:
         return self._builder.emit("log_sigmoid", self._find(arguments["self"]))
 
     def _on_log_sigmoid_backward(self, arguments: dict[str, Any]) -> Operand:
-        return self._builder.emit(
-            "log_sigmoid_backward", self._find(arguments["grad_output"]), self._find(arguments["self"])
-        )
+        return self._builder.emit("log_sigmoid_backward", self._find(arguments["grad_output"]), self._find(arguments["self"]))
 
 
 def _ancestors(recorded: torch.fx.Graph) -> set[torch.fx.Node]:

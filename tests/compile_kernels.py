@@ -68,7 +68,10 @@ def main(arch: int, names: list[str]) -> None:
             for planned in launch.plans(keys, *rest, arch, form):
                 kernel = planned.compile()
                 row = {"triton": triton.__version__, "arch": arch, "configuration": name, "kernel": planned.kernel.__name__}
-                print(json.dumps(row | {"threads": 32 * planned.config.warps, "bits": 8 * rest[2].itemsize} | facts(kernel)), flush=True)
+                print(
+                    json.dumps(row | {"threads": 32 * planned.config.warps, "bits": 8 * rest[2].itemsize} | facts(kernel)),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

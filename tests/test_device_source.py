@@ -116,9 +116,7 @@ def fresh_cache(monkeypatch, tmp_path):
     gdpa.device_source._load.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda text: text[: len(text) // 2], lambda text: text.replace("0.5", "0.7"), str.upper]
-)
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: text.replace("0.5", "0.7"), str.upper])
 def test_a_damaged_cache_file_heals(fresh_cache, damage):
     import gdpa.device_source
 
@@ -326,9 +324,7 @@ def test_device_code_compiles_for_every_target_in_both_frontends(tmp_path):
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)
     environment = clean_env(GDPA_CACHE_DIR=str(tmp_path / "cache"), TRITON_CACHE_DIR=str(tmp_path / "triton"))
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(keys)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, script, json.dumps(keys)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = json.loads(done.stdout)
     # The kernel calls f and the pair: what they share is computed once there too.

@@ -204,9 +204,7 @@ def test_fake_mode_around_the_call_does_not_reach_the_trace(expressions):
         assert trace(SUPPORTED["maximum"]) == expressions["maximum"]
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda s: 3, lambda s: 2.5, lambda s: torch.tensor(2.0), lambda s: torch.full_like(s, 7.0)]
-)
+@pytest.mark.parametrize("fn", [lambda s: 3, lambda s: 2.5, lambda s: torch.tensor(2.0), lambda s: torch.full_like(s, 7.0)])
 def test_a_constant_has_derivative_zero(fn):
     expression = trace(fn)
     s = torch.tensor([-1.0, math.inf], requires_grad=True)
@@ -398,9 +396,7 @@ def run_python(code, *, interpret=False, cache=None, **environment):
 
 
 def test_keys_are_the_same_in_another_process(expressions):
-    code = (
-        "import sys; sys.path.insert(0, {!r}); import test_tracing as t; from gdpa.tracing import trace; import json; "
-    )
+    code = "import sys; sys.path.insert(0, {!r}); import test_tracing as t; from gdpa.tracing import trace; import json; "
     code += "print(json.dumps({{n: trace(t.SUPPORTED[n]).key for n in ('gelu_tanh', 'logical', 'power_tensor')}}))"
     printed = run_python(code.format(str(Path(__file__).parent)), PYTHONHASHSEED="1")
     assert json.loads(printed) == {n: expressions[n].key for n in ("gelu_tanh", "logical", "power_tensor")}

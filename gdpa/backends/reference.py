@@ -47,7 +47,8 @@ def attend(
         s = problem.scale * (q_b @ k_b.transpose(1, 2))  # [H, Sq, Sk]
         p = activate(problem, s)
         o = p @ v_b  # [H, Sq, Dv]
-        o = o * (problem.out_scale if out_scale is None else out_scale[b].to(o.dtype))
+        if k_len:  # no keys: zeros, also where out_scale is 1 / length
+            o = o * (problem.out_scale if out_scale is None else out_scale[b].to(o.dtype))
         outputs.append(o.transpose(0, 1))
 
     if problem.query_side != "packed":

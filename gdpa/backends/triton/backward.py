@@ -32,7 +32,8 @@ from gdpa.backends.triton.tiles import (
 
 @triton.jit
 def gather_key_gradients(
-    dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_db, stride_dt: tl.constexpr, stride_dh: tl.constexpr,
+    dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_db, stride_dt:
+    tl.constexpr, stride_dh: tl.constexpr,
     sequence, q_start, q_len, q_rows, head, begin, end, first_key, k_len, scale, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
@@ -45,7 +46,8 @@ def gather_key_gradients(
             MAPPED,
         )  # fmt: skip
         d_out = load_tile(
-            d_out_source, sequence, q_start, head, first_query, q_len, q_rows, stride_db, stride_dt, stride_dh, BLOCK_M, DV, WIDTH_V,
+            d_out_source, sequence, q_start, head, first_query, q_len, q_rows, stride_db, stride_dt, stride_dh,
+            BLOCK_M, DV, WIDTH_V,
             TAIL, MAPPED,
         )  # fmt: skip
         # Transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T are then left operands as they stand, in registers.
@@ -89,9 +91,7 @@ def key_gradient_kernel(
     first_key = block * BLOCK_N
     last_key = tl.minimum(first_key + BLOCK_N, k_len) - 1
     # Seen from the keys the window is mirrored: its left side bounds the queries above, its right side those below.
-    begin, full_begin, full_end, end = window_blocks(
-        first_key, last_key, q_len - k_len, q_len, right, left, BLOCK_M, WINDOW
-    )
+    begin, full_begin, full_end, end = window_blocks(first_key, last_key, q_len - k_len, q_len, right, left, BLOCK_M, WINDOW)
     if MAPPED and TAIL_SAFE and not WINDOW:
         full_end = end  # the copy engine fills with zeros past the end, at no cost
 
@@ -102,8 +102,8 @@ def key_gradient_kernel(
         v_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_vb, stride_vt, stride_vh, BLOCK_N, DV, WIDTH_V, True,
         MAPPED,
     )  # fmt: skip
-    dk = new_accumulator(BLOCK_N, WIDTH, SETTLE)
-    dv = new_accumulator(BLOCK_N, WIDTH_V, SETTLE)
+    dk = tl.zeros([BLOCK_N, WIDTH], tl.float32)
+    dv = tl.zeros([BLOCK_N, WIDTH_V], tl.float32)
     for head in tl.range(kv_head * GROUP, (kv_head + 1) * GROUP):
         if WINDOW:
             dk, dv = gather_key_gradients(
@@ -121,24 +121,28 @@ def key_gradient_kernel(
             dk, dv = gather_key_gradients(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
                 sequence, q_start, q_len, q_rows, head, full_end, end, first_key, k_len, scale, left, right,
-                activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not TAIL_SAFE, MAPPED, SETTLE, UPCAST,
+                activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not TAIL_SAFE,
+                MAPPED, SETTLE, UPCAST,
             )  # fmt: skip
 
     if SCALE_PER_SEQUENCE:
         out_scale = tl.load(out_scale_ptr + sequence, mask=q_len > 0, other=1.0)
     store_tile(
-        dk_ptr, dk * (scale * out_scale), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt, stride_dkh, BLOCK_N, D,
+        dk_ptr, dk * (scale * out_scale), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt,
+        stride_dkh, BLOCK_N, D,
         WIDTH, UPCAST,
     )  # fmt: skip
     store_tile(
-        dv_ptr, dv * out_scale, sequence, k_start, kv_head, first_key, k_len, stride_dvb, stride_dvt, stride_dvh, BLOCK_N, DV, WIDTH_V,
+        dv_ptr, dv * out_scale, sequence, k_start, kv_head, first_key, k_len, stride_dvb, stride_dvt, stride_dvh,
+        BLOCK_N, DV, WIDTH_V,
         UPCAST,
     )  # fmt: skip
 
 
 @triton.jit
 def gather_query_gradient(
-    dq, q, d_out, k_source, v_source, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr, stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr,
+    dq, q, d_out, k_source, v_source, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr, stride_vb, stride_vt:
+    tl.constexpr, stride_vh: tl.constexpr,
     sequence, k_start, k_len, k_rows, kv_head, begin, end, first_query, q_len, head, scale, factor, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
@@ -147,7 +151,8 @@ def gather_query_gradient(
     """dQ of one query block (without its scale) over the keys begin .. end; dS is multiplied by `factor`."""
     for first_key in tl.range(begin, end, BLOCK_N):
         k = load_tile(
-            k_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_kb, stride_kt, stride_kh, BLOCK_N, D, WIDTH, TAIL,
+            k_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_kb, stride_kt, stride_kh,
+            BLOCK_N, D, WIDTH, TAIL,
             MAPPED,
         )  # fmt: skip
         v = load_tile(
@@ -156,7 +161,7 @@ def gather_query_gradient(
         )  # fmt: skip
         s = product(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = product(d_out, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
-        p, slope = activate_pair(s * scale, head)
+        _, slope = activate_pair(s * scale, head)
         ds = slope * dp * factor
         if MASK:
             query = first_query + tl.arange(0, BLOCK_M)[:, None]
@@ -170,8 +175,10 @@ def gather_query_gradient(
 
 @triton.jit
 def query_gradient(
-    dq, q_source, k_source, v_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_kb, stride_kt: tl.constexpr,
-    stride_kh: tl.constexpr, stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt: tl.constexpr, stride_dh: tl.constexpr,
+    dq, q_source, k_source, v_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_kb,
+    stride_kt: tl.constexpr,
+    stride_kh: tl.constexpr, stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt:
+    tl.constexpr, stride_dh: tl.constexpr,
     sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, factor, left, right,
     activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr,
@@ -183,13 +190,12 @@ def query_gradient(
         q_source, sequence, q_start, head, first_query, q_len, q_rows, stride_qb, stride_qt, stride_qh, BLOCK_M, D, WIDTH, True, MAPPED
     )  # fmt: skip
     d_out = load_tile(
-        d_out_source, sequence, q_start, head, first_query, q_len, q_rows, stride_db, stride_dt, stride_dh, BLOCK_M, DV, WIDTH_V, True,
+        d_out_source, sequence, q_start, head, first_query, q_len, q_rows, stride_db, stride_dt, stride_dh, BLOCK_M, DV,
+        WIDTH_V, True,
         MAPPED,
     )  # fmt: skip
     last_query = tl.minimum(first_query + BLOCK_M, q_len) - 1
-    begin, full_begin, full_end, end = window_blocks(
-        first_query, last_query, k_len - q_len, k_len, left, right, BLOCK_N, WINDOW
-    )
+    begin, full_begin, full_end, end = window_blocks(first_query, last_query, k_len - q_len, k_len, left, right, BLOCK_N, WINDOW)
     if MAPPED and TAIL_SAFE and not WINDOW:
         full_end = end  # the copy engine fills with zeros past the end, at no cost
     if WINDOW:
@@ -208,7 +214,8 @@ def query_gradient(
         dq = gather_query_gradient(
             dq, q, d_out, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
             sequence, k_start, k_len, k_rows, kv_head, full_end, end, first_query, q_len, head, scale, factor,
-            left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not TAIL_SAFE, MAPPED, SETTLE,
+            left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not
+            TAIL_SAFE, MAPPED, SETTLE,
             UPCAST,
         )  # fmt: skip
     return dq
@@ -219,7 +226,8 @@ def query_gradient_kernel(
     q_source, k_source, v_source, d_out_source, dq_ptr, tiles_ptr, q_bounds_ptr, k_bounds_ptr, out_scale_ptr,
     stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr,
     stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt: tl.constexpr, stride_dh: tl.constexpr,
-    stride_dqb, stride_dqt: tl.constexpr, stride_dqh: tl.constexpr, batch, heads, q_rows, k_rows, q_blocks, scale, out_scale, left, right,
+    stride_dqb, stride_dqt: tl.constexpr, stride_dqh: tl.constexpr, batch, heads, q_rows, k_rows, q_blocks, scale,
+    out_scale, left, right,
     activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr, Q_PACKED: tl.constexpr,
     K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr,
@@ -242,7 +250,8 @@ def query_gradient_kernel(
     if SCALE_PER_SEQUENCE:
         out_scale = tl.load(out_scale_ptr + sequence, mask=k_len > 0, other=1.0)
     store_tile(
-        dq_ptr, dq * (scale * out_scale), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt, stride_dqh, BLOCK_M, D,
+        dq_ptr, dq * (scale * out_scale), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt,
+        stride_dqh, BLOCK_M, D,
         WIDTH, UPCAST,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ _HOPPER = {
     ("key_gradient", 2, 128): Config(64, 64, 4, 2, overlap=True),
     ("key_gradient", 2, 256): Config(32, 64, 8, 2),
     ("query_gradient", 2, 64): Config(128, 64, 8, 2),
-    ("query_gradient", 2, 128): Config(128, 32, 8, 3, overlap=True),
+    ("query_gradient", 2, 128): Config(128, 32, 8, 3, registers=128, overlap=True),
     ("query_gradient", 2, 256): Config(64, 32, 8, 2),
 }
 

@@ -25,7 +25,8 @@ from gdpa.backends.triton.tiles import (
 
 @triton.jit
 def attend_blocks(
-    accumulator, q, k_source, v_source, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr, stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr,
+    accumulator, q, k_source, v_source, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr, stride_vb, stride_vt:
+    tl.constexpr, stride_vh: tl.constexpr,
     sequence, k_start, k_len, k_rows, kv_head, begin, end, first_query, q_len, head, scale, left, right,
     activate: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr, MAPPED: tl.constexpr,
@@ -34,7 +35,8 @@ def attend_blocks(
     """accumulator + P V over the keys begin .. end. TAIL: the last block may pass k_len. MASK: pairs are masked one by one."""
     for first_key in tl.range(begin, end, BLOCK_N):
         k = load_tile(
-            k_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_kb, stride_kt, stride_kh, BLOCK_N, D, WIDTH, TAIL,
+            k_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_kb, stride_kt, stride_kh,
+            BLOCK_N, D, WIDTH, TAIL,
             MAPPED,
         )  # fmt: skip
         s = product(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)  # [BLOCK_M, BLOCK_N]
@@ -75,9 +77,7 @@ def forward_kernel(
     k_len = tl.where(sequence < batch, k_len, 0)  # the uncovered tail attends to nothing
     first_query = block * BLOCK_M
     last_query = tl.minimum(first_query + BLOCK_M, q_len) - 1
-    begin, full_begin, full_end, end = window_blocks(
-        first_query, last_query, k_len - q_len, k_len, left, right, BLOCK_N, WINDOW
-    )
+    begin, full_begin, full_end, end = window_blocks(first_query, last_query, k_len - q_len, k_len, left, right, BLOCK_N, WINDOW)
     if MAPPED and TAIL_SAFE and not WINDOW:
         full_end = end  # the copy engine fills with zeros past the end, at no cost
 
@@ -88,7 +88,8 @@ def forward_kernel(
     if WINDOW:
         accumulator = attend_blocks(
             accumulator, q, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            sequence, k_start, k_len, k_rows, kv_head, begin, tl.minimum(full_begin, end), first_query, q_len, head, scale, left, right,
+            sequence, k_start, k_len, k_rows, kv_head, begin, tl.minimum(full_begin, end), first_query, q_len, head,
+            scale, left, right,
             activate, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST,
         )  # fmt: skip
     accumulator = attend_blocks(
@@ -105,9 +106,7 @@ def forward_kernel(
         )  # fmt: skip
 
     if SCALE_PER_SEQUENCE:
-        out_scale = tl.load(
-            out_scale_ptr + sequence, mask=k_len > 0, other=1.0
-        )  # no keys: zeros, though 1 / length is inf
+        out_scale = tl.load(out_scale_ptr + sequence, mask=k_len > 0, other=1.0)  # no keys: zeros, though 1 / length is inf
     store_tile(
         out_ptr, accumulator * out_scale, sequence, q_start, head, first_query, q_len, stride_ob, stride_ot, stride_oh, BLOCK_M, DV,
         WIDTH_V, UPCAST,

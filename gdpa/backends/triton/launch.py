@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Launch:
         return self.kernel.warmup(*self.arguments, grid=(1,), **self.options())
 
 
-@lru_cache(maxsize=None)
+@cache
 def architecture(device: torch.device) -> int:
     """The compute capability as 80, 90, ...; 0 on the CPU (interpreted) and on ROCm."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -174,7 +174,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _width(size: int) -> int:
     """The power of two a head dimension is padded to; tl.dot takes at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -198,9 +198,7 @@ def ragged_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     row = x.stride(-3)
     width = x.shape[-1]
     columns = x.stride(-2) * (x.shape[-2] - 1) + width
-    return TensorDescriptor(
-        x, [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1], [1, 1, block, width]
-    )
+    return TensorDescriptor(x, [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1], [1, 1, block, width])
 
 
 def plan_forward(call: Call, out: Tensor) -> Launch:
@@ -309,7 +307,7 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
 
 def shared_query_chunks(problem: Problem, block: int) -> int:
     programs = problem.heads * max(triton.cdiv(problem.query_rows, block), 1)
-    return max(1, min(problem.batch, SHARED_QUERY_PROGRAMS // programs))
+    return max(1, min(problem.batch, SHARED_QUERY_PROGRAMS // int(programs)))
 
 
 def forward(
@@ -412,9 +410,7 @@ def plans(
     packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
 
     def tensor(packed: bool, lead: tuple[int, ...], heads: int, width: int) -> Tensor:
-        return torch.empty(
-            (batch * rows, heads, width) if packed else (*lead, heads, width), dtype=dtype, device="meta"
-        )
+        return torch.empty((batch * rows, heads, width) if packed else (*lead, heads, width), dtype=dtype, device="meta")
 
     offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads, head_dim)

@@ -1,0 +1,1 @@
+"""Data that looks like production's: jagged lengths from seeded generators."""

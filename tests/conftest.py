@@ -1,0 +1,36 @@
+"""Set-up shared by every test. It must run before anything imports triton, which reads TRITON_INTERPRET at import.
+
+Where there is no GPU, the portable kernels run interpreted in this process; cross-compilation cannot share a process
+with the interpreter, so those tests start subprocesses with `helpers.clean_env()`.
+"""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "triton was imported before conftest.py"
+    os.environ["TRITON_INTERPRET"] = "1"
+if "GDPA_CACHE_DIR" not in os.environ:
+    # Generated sources of a test run are its own; xdist's workers inherit the variable and share the folder.
+    os.environ["GDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="gdpa-tests-")
+    atexit.register(shutil.rmtree, os.environ["GDPA_CACHE_DIR"], ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter computes with numpy, which warns where the tests put NaN and Inf on purpose.
+    for kind in ("DeprecationWarning", "RuntimeWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::{kind}:triton.runtime.interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """Compiled code of one test must not serve, or count against the recompile limit of, the next."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

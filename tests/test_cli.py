@@ -1,0 +1,173 @@
+"""The command line as a user meets it: what it prints, what it returns, what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import clean_env
+
+import gdpa
+from gdpa import cli
+from gdpa.bench import run
+
+SMALL = ["bench", "--device", "cpu", "--batch", "2", "--heads", "1", "--dim", "8", "--seconds", "0.01", "--quick"]
+
+
+def test_bench_prints_a_table_for_each_workload_and_writes_the_rows(capsys, tmp_path):
+    path = tmp_path / "rows.json"
+    assert cli.main([*SMALL, "--activation", "relu", "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    for case in ("self-512-jag, relu", "pma-32x1024-jag, relu", "pffn-512x256-jag, relu"):
+        assert case in printed.out
+    assert "gdpa-cpu" in printed.out
+    assert "eager" in printed.out
+    loaded = json.loads(path.read_text())
+    assert loaded["header"]["command"].startswith("gdpa bench --device cpu")
+    assert loaded["header"]["dtype"] == "float32"
+    timed = {(row["mode"], row["provider"]) for row in loaded["rows"] if row["ms"] is not None}
+    assert {("forward", "eager"), ("backward", "eager"), ("forward", "gdpa-cpu"), ("backward", "gdpa-cpu")} <= timed
+
+
+def test_bench_runs_only_the_backends_it_is_told_to(capsys, tmp_path):
+    path = tmp_path / "rows.json"
+    assert cli.main([*SMALL, "--backend", "cpu", "--json", str(path)]) == 0
+    assert {row["provider"] for row in json.loads(path.read_text())["rows"]} == {"eager", "gdpa-cpu"}
+
+
+def test_bench_returns_1_where_a_backend_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(run, "judge", lambda *_: [_wrong_verdict()])
+    assert cli.main([*SMALL, "--backend", "cpu"]) == 1
+    assert "wrong, not timed" in capsys.readouterr().out
+
+
+def _wrong_verdict():
+    from gdpa.numerics import Verdict
+
+    return Verdict("out", 1.0, 0.1, 1.0, 0.1)
+
+
+def test_ctrl_c_leaves_the_rows_so_far_and_returns_130(tmp_path):
+    """A real signal to a real process, once the first rows are on disk."""
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "gdpa", *SMALL, "--backend", "cpu", "--json", str(path)]
+    command[command.index("0.01")] = "30"
+    process = subprocess.Popen(command, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        # Few rounds are enough for the cap, so rows come long before 30 s.
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "interrupted" in out
+    rows = json.loads(path.read_text())["rows"]
+    assert rows
+    assert all(row["provider"] in ("eager", "gdpa-cpu") for row in rows)
+
+
+def test_check_holds_every_activation_to_its_budget(capsys):
+    assert cli.main(["check", "--device", "cpu", "--backend", "cpu", "--dtype", "fp32"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in gdpa.activations())
+    assert f"{len(gdpa.activations())} passed, 0 failed" in printed
+
+
+def test_check_returns_1_on_a_failure(capsys, monkeypatch):
+    from gdpa.bench import check
+
+    monkeypatch.setattr(check, "judge", lambda *_: [_wrong_verdict()])
+    assert cli.main(["check", "--device", "cpu", "--backend", "cpu", "--dtype", "fp32", "--activation", "relu"]) == 1
+    assert "over the budget" in capsys.readouterr().out
+
+
+def test_check_says_what_it_did_not_check(capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert cli.main(["check", "--device", "cpu", "--backend", "triton", "--dtype", "fp32"]) == 1
+    printed = capsys.readouterr().out
+    assert "not checked: triton in float32: q is on the CPU" in printed
+    assert "0 passed, 0 failed" in printed
+
+
+def test_info_names_the_versions_the_backends_and_the_caches(capsys):
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed
+    assert gdpa.__version__ in printed
+    for line in ("cpu on cpu", "triton on cpu", "reference on cpu", "generated code", "compiled kernels"):
+        assert line in printed
+
+
+def test_precompile_without_a_gpu_asks_for_the_architecture(capsys, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["precompile", "--activation", "gelu", "--dim", "64"]) == 2
+    assert "--arch: expected a compute capability such as 80, 90 or 100" in capsys.readouterr().err
+
+
+def test_precompile_builds_for_another_architecture(tmp_path):
+    pytest.importorskip("triton")
+    command = ["precompile", "--activation", "relu", "--dim", "64", "--dtype", "bf16", "--arch", "90"]
+    folders = {"TRITON_CACHE_DIR": str(tmp_path / "kernels"), "GDPA_CACHE_DIR": str(tmp_path / "sources")}
+    done = subprocess.run(
+        [sys.executable, "-m", "gdpa", *command], env=clean_env(**folders), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert list((tmp_path / "kernels").rglob("*.cubin"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--activation", "gelo"], "Did you mean 'gelu'"),
+        (["bench", "--backend", "tritn"], "did you mean 'triton'?"),
+        (["bench", "--device", "cud"], "did you mean 'cuda'?"),
+        (["bench", "--lengths", "unifrom"], "did you mean 'uniform'?"),
+        (["bench", "--json", "/no/such/folder/file.json"], "--json: expected a file in a folder that can be written"),
+        (["bench", "--seconds", "0"], "--seconds: expected a positive number"),
+        (["check", "--activation", "tanhh"], "Did you mean 'tanh'"),
+        (["check", "--backend", "cpuu"], "did you mean 'cpu'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_values_are_refused_before_anything_runs(capsys, arguments, message):
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--dtype", "bf15"], "did you mean 'bf16'?"),
+        (["check", "--dtype", "fp64"], "argument --dtype: expected one of bf16, fp16, fp32"),
+        (["bench", "--batch", "0"], "invalid positive integer value"),
+        (["bnch"], "bench"),
+        ([], "COMMAND"),
+    ],
+    ids=["dtype", "float64", "batch", "command", "nothing"],
+)
+def test_wrong_usage_exits_with_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_asking_for_a_gpu_that_is_not_there_says_why(capsys):
+    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert "--device: expected a device of this machine" in capsys.readouterr().err
+
+
+def test_the_module_runs_from_a_checkout_uninstalled(tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run([sys.executable, "-m", "gdpa", "--version"], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == f"gdpa {gdpa.__version__}"

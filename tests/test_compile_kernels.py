@@ -1,0 +1,77 @@
+"""Every kernel compiles for every architecture, with the Triton that is installed and the newest declared, inside its budgets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from compile_kernels import CONFIGURATIONS
+from helpers import clean_env, needs_triton
+
+ROOT = Path(__file__).resolve().parent.parent
+NEWEST = ROOT / ".venv" / "triton-newest"
+NEWEST_VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["gdpa"]["newest-triton"]
+
+# What a block may hold, in bytes: an A100, an H100, a B200.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+THREADS_TIMES_REGISTERS = 65536
+
+# Kernels that spill, and at most how many instructions of theirs are spills; every other kernel spills none. The first is the
+# forward with gelu held to 128 registers a thread, so that two blocks share a multiprocessor.
+SPILLS = {
+    (90, "bf16-128-shared", "forward_kernel"): 130,
+    (90, "bf16-128-shared", "key_gradient_kernel"): 8,
+    (90, "bf16-64-grouped-window", "key_gradient_kernel"): 24,
+    (90, "bf16-96x40-unsafe", "key_gradient_kernel"): 24,
+    (90, "fp32-64-window", "forward_kernel"): 16,
+    (80, "bf16-128", "query_gradient_kernel"): 8,
+    (80, "bf16-64-grouped-window", "key_gradient_kernel"): 32,
+    (80, "bf16-128-per-head", "key_gradient_kernel"): 60,
+    (80, "bf16-128-shared", "key_gradient_kernel"): 16,
+    (80, "fp16-256", "forward_kernel"): 16,
+    (100, "bf16-128", "key_gradient_kernel"): 8,
+    (100, "bf16-128-per-head", "key_gradient_kernel"): 16,
+}
+
+
+def compiled(arch: int, newest: bool) -> list[dict[str, int | str]]:
+    env = clean_env()
+    if newest:
+        if not (NEWEST / "triton").exists():
+            pytest.skip(f"Triton {NEWEST_VERSION} is not in .venv/triton-newest (make test installs it)")
+        env["PYTHONPATH"] = f"{NEWEST}:{env['PYTHONPATH']}"
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(arch)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_triton
+@pytest.mark.parametrize("newest", [False, True], ids=["installed Triton", f"Triton {NEWEST_VERSION}"])
+@pytest.mark.parametrize("arch", [80, 90, 100], ids="sm_{}".format)
+def test_every_kernel_compiles_inside_its_budgets(arch, newest):
+    rows = compiled(arch, newest)
+    assert len(rows) == 3 * len(CONFIGURATIONS)
+    if newest:
+        assert {row["triton"] for row in rows} == {NEWEST_VERSION}
+    over = []
+    for row in rows:
+        name = (arch, row["configuration"], row["kernel"])
+        if row["spills"] > SPILLS.get(name, 0):
+            over.append(f"{name}: {row['spills']} spill instructions, at most {SPILLS.get(name, 0)}")
+        if row["shared"] > SHARED_MEMORY[arch]:
+            over.append(f"{name}: {row['shared']} bytes of shared memory, at most {SHARED_MEMORY[arch]}")
+        if row["registers"] * row["threads"] > THREADS_TIMES_REGISTERS:
+            over.append(f"{name}: {row['registers']} registers for each of {row['threads']} threads")
+        if arch == 90 and row["bits"] == 16:
+            # A wait after each product means that ptxas runs them one by one (tiles.settle).
+            if row["products"] == 0:
+                over.append(f"{name}: no warpgroup products")
+            elif row["waits"] * 2 > row["products"]:
+                over.append(f"{name}: {row['waits']} waits for {row['products']} products")
+    assert not over, "\n".join(over)
