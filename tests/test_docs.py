@@ -62,3 +62,10 @@ def test_examples_in_docstrings_run():
         failed, ran = doctest.testmod(module, extraglobs=names)
         assert ran, module.__name__
         assert not failed, module.__name__
+
+
+def test_readmes_measured_tables_are_those_of_the_results():
+    from gdpa.bench.readme import written
+
+    readme = (ROOT / "README.md").read_text()
+    assert written(readme) == readme, "run: python -m gdpa.bench.readme"

@@ -21,7 +21,9 @@ def gpu_table(report: dict[str, Any]) -> str:
     """TFLOP/s and fraction of the floor, a row for each case, a column for each mode and activation."""
     rows = report["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    columns = list(dict.fromkeys((row["mode"], row["activation"]) for row in sorted(rows, key=lambda row: row["mode"] != "forward")))
+    columns = list(
+        dict.fromkeys((row["mode"], row["activation"]) for row in sorted(rows, key=lambda row: row["mode"] != "forward"))
+    )
     cells = {(row["case"], row["mode"], row["activation"]): row for row in rows}
     lines = [
         f"{report['header']['device']}, bf16, B=1152, H=4, D=128, TFLOP/s and in brackets the fraction of the hardware's floor "

@@ -2,7 +2,8 @@
 
 Time. Each round runs every provider once, so that a change of the machine's speed falls on all of them; the figure is
 the median over rounds and the spread the interquartile range over the median. On a GPU the clock is a pair of CUDA
-events, and an untimed forward goes before them, so that the device is busy while the timed part is being queued.
+events, and an untimed call goes before them, so that the device is busy while the timed part is being queued and the
+allocator has its blocks.
 
 Memory. The peak during one call beyond what was there before it: the output, the gradients and every temporary.
 `backward` covers the forward that precedes it, since what that one keeps is what training pays for. On a GPU torch's
@@ -64,6 +65,9 @@ def once(call: Call, mode: Mode, d_out: Tensor) -> float:
             if device.type != "cpu":
                 call.forward()
             return clock(call.forward, device)
+    if device.type != "cpu":
+        # Another provider's blocks may have split what the allocator keeps; a cudaMalloc is not this backward's time.
+        torch.autograd.grad(call.forward(), call.leaves, d_out)
     out = call.forward()
     return clock(lambda: torch.autograd.grad(out, call.leaves, d_out), device)
 
