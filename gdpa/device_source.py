@@ -26,9 +26,9 @@ import torch
 from gdpa.activations import Activation
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
-from gdpa.graph import Graph, Operand, Ref, Statement, formulas, pruned
+from gdpa.graph import Graph, Operand, Ref, Statement, formulas
 
-GENERATOR_VERSION = 4
+GENERATOR_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -267,24 +267,7 @@ def erf(x):
     magnitude = 1.0 - tl.exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))
     return tl.where(x < 0.0, -magnitude, magnitude)
 ''',
-    "normal_cdf": '''
-@jit
-def normal_cdf(x):
-    """The standard normal distribution function, its tail as 2^p(|x|), p cubic: absolute error below 0.9e-4."""
-    a = tl.abs(x)
-    tail = tl.exp2(a * (a * (a * -0.032184092 - 0.47682655) - 1.14706370) - 1.0)
-    return tl.where(x < 0.0, tail, 1.0 - tail)
-''',
 }
-
-_FAST_HELPERS["gelu"] = '''
-@jit
-def gelu(x):
-    """x / 2 * (1 + tanh(x p(x * x))), p fitted to erf: absolute error below 2.8e-4, and tanh's own of 2.5e-4 |x|. As 2^cubic(|x|) it
-    errs a third of that, but takes so many registers that an H200's forward ran at 202 TFLOP/s where this runs as gelu_tanh does."""
-    h = 0.5 * x
-    return h * tanh(x * (x * x * 0.0347008929 + 0.80015707)) + h
-'''
 
 _LOG2_E = repr(math.log2(math.e))
 _LN_2 = repr(math.log(2.0))
@@ -345,9 +328,7 @@ class _Writer:
 
     def function(self, name: str, expression: Expression, outputs: int) -> str:
         """One device function of `s`: f alone, or the pair with its common subexpressions computed once."""
-        graph = expression.pair.select(*range(outputs))
-        if self._fast:
-            graph = _fuse_gelu(graph)
+        graph = (expression.fast_pair if self._fast else expression.pair).select(*range(outputs))
         named = zip(("f(s)", "f'(s)"), formulas(graph), strict=False)
         lines = [f"# {label} = {formula}" for label, formula in named]
         lines += ["@jit", f"def {name}(s):"]
@@ -398,19 +379,6 @@ class _Writer:
             magnitude = f"tl.exp2({self._log2(f'tl.abs({x})')} * {y})"
             return magnitude if exponent % 2 == 0 else f"tl.where({x} < 0.0, -1.0, 1.0) * {magnitude}"
         return self._call("pow", _output(base), _output(exponent))
-
-
-def _fuse_gelu(graph: Graph) -> Graph:
-    """x * normal_cdf(x) as one operation where nothing else reads that normal_cdf."""
-    uses = [x.index for statement in graph.statements for x in statement.operands if isinstance(x, Ref)]
-    uses += [x.index for x in graph.outputs if isinstance(x, Ref)]
-    statements = list(graph.statements)
-    for i, (name, operands) in enumerate(statements):
-        if name == "mul" and isinstance(operands[1], Ref) and operands[1].index >= 0:
-            inner = statements[operands[1].index]
-            if inner == Statement("normal_cdf", operands[:1]) and uses.count(operands[1].index) == 1:
-                statements[i] = Statement("gelu", operands[:1])
-    return pruned(statements, graph.outputs)
 
 
 def _centred(graph: Graph, operand: Operand) -> bool:

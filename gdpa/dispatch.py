@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import ModuleType
 
-from gdpa.errors import BackendUnavailable, GdpaError
+from gdpa.errors import BackendUnavailable
 from gdpa.problem import Problem
 
 # Fastest first. cpu takes every CPU tensor, so triton (there under its interpreter) runs on one only when named; the
@@ -52,7 +52,7 @@ def check_name(name: str | None) -> None:
         return
     close = difflib.get_close_matches(str(name), BACKENDS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise GdpaError(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}{hint}")
+    raise BackendUnavailable(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}{hint}")
 
 
 def reason_against(name: str, problem: Problem) -> str | None:
