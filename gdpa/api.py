@@ -21,7 +21,7 @@ from gdpa import dispatch, operators  # noqa: F401  (importing operators registe
 from gdpa.activations import Activation, resolve
 from gdpa.dispatch import Explanation
 from gdpa.errors import GdpaError
-from gdpa.problem import check_call, check_max_seqlen, check_number, check_window, describe
+from gdpa.problem import check_call, check_max_seqlen, check_number, check_window, describe, offsets_are_checked
 
 OneActivation: TypeAlias = str | Activation | Callable[[Tensor], Tensor]
 ActivationLike: TypeAlias = OneActivation | Sequence[OneActivation]
@@ -76,13 +76,13 @@ def attention(
 
     q_values, q_offsets = _jagged("q", q)
     k_values, k_offsets = _jagged("k", k)
-    v_values, _ = _jagged("v", v)
+    v_values, v_offsets = _jagged("v", v)
     if k.is_nested != v.is_nested:
         raise GdpaError(f"v: expected a {'jagged nested' if k.is_nested else 'dense'} tensor as k is, got the other kind")
     if not q.is_nested and q.dim() != 4:
         raise GdpaError(f"q: expected (B, Sq, H, D), got shape {tuple(q.shape)}")
-    if k.is_nested and k.shape[1] != v.shape[1]:
-        raise GdpaError("v: expected the jagged structure (the offsets) of k, got another one")
+    if k.is_nested and k.shape[1] != v.shape[1] and not _same_lengths(k_offsets, v_offsets):
+        raise GdpaError("v: expected the lengths (the offsets) of k, got other ones")
     out = _call(q_values, k_values, v_values, q_offsets, k_offsets, None, None, *options)
     return torch.nested.nested_tensor_from_jagged(out, offsets=q_offsets) if q.is_nested else out
 
@@ -115,7 +115,9 @@ def attention_varlen(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: offsets (B + 1,), int32 or int64, on q's device: sequence b is rows offsets[b]:offsets[b + 1].
-            They may differ in dtype. Rows past offsets[-1] belong to no sequence; they are zeros in the output and gradients.
+            They may differ in dtype. What is derived from them is kept while the tensor lives and its version stands, so do not
+            change them through `.data`, numpy or a collective. Rows past offsets[-1] belong to no sequence; they are zeros in the
+            output and gradients.
         max_seqlen_q, max_seqlen_k: optional upper bounds of the lengths. Leaving them out costs no host synchronisation.
         The others are those of `gdpa.attention`.
 
@@ -220,6 +222,13 @@ def _jagged(name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     if nested.lengths() is not None:
         raise GdpaError(f"{name}: expected a contiguous nested tensor, got one with holes (its lengths differ from its offsets)")
     return nested.values(), nested.offsets()
+
+
+def _same_lengths(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two jagged tensors built apart have the same lengths; where a look costs a synchronisation, their batches must do."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    return not offsets_are_checked(a.device) or torch.equal(a, b)
 
 
 def _arguments(

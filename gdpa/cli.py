@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     precompile.add_argument("--dtype", type=_dtype, default=torch.bfloat16, help="bf16 (default), fp16 or fp32")
     precompile.add_argument("--causal", action="store_true", help="for calls with causal=True or a window_size")
     precompile.add_argument("--group", type=_positive, default=1, help="query heads per key head (default: 1)")
+    precompile.add_argument("--kv-heads", type=_positive, default=4, help="key heads: row strides are compiled in (default: 4)")
     precompile.add_argument("--arch", type=_positive, metavar="CC", help="compute capability, such as 80, 90 or 100")
     precompile.set_defaults(run=_precompile)
     return parser
@@ -359,6 +360,6 @@ def _precompile(options: argparse.Namespace) -> int:
     value_dim = options.value_dim or options.dim
     for name in activations:
         sizes = (options.dim, value_dim, options.dtype)
-        for line in precompile(resolve(name, 1), *sizes, options.causal, options.group, options.arch):
+        for line in precompile(resolve(name, 1), *sizes, options.causal, options.group, options.arch, options.kv_heads):
             print(line)
     return 0

@@ -15,7 +15,13 @@ def offsets_from_lengths(lengths: Tensor, dtype: torch.dtype = torch.int32) -> T
         >>> gdpa.offsets_from_lengths(torch.tensor([3, 0, 5]))
         tensor([0, 3, 3, 8], dtype=torch.int32)
     """
-    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
+    if (
+        not isinstance(lengths, Tensor)
+        or lengths.dim() != 1
+        or lengths.dtype.is_floating_point
+        or lengths.dtype.is_complex
+        or lengths.dtype == torch.bool
+    ):
         raise GdpaError(f"lengths: expected an integer tensor of shape (B,), got {_describe(lengths)}")
     if dtype not in (torch.int32, torch.int64):
         raise GdpaError(f"dtype: expected torch.int32 or torch.int64, got {dtype}")
@@ -66,7 +72,8 @@ def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> 
     if packed.shape[0] == 0:
         return packed.new_full((offsets.shape[0] - 1, max_len, *packed.shape[1:]), fill)
     padded = packed[row.clamp(max=packed.shape[0] - 1)]
-    return torch.where(valid.view(*valid.shape, *[1] * (packed.dim() - 1)), padded, fill)
+    filler = torch.full((), fill, dtype=packed.dtype, device=packed.device)
+    return torch.where(valid.view(*valid.shape, *[1] * (packed.dim() - 1)), padded, filler)
 
 
 def _describe(value: object) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from gdpa import dispatch
@@ -153,6 +154,8 @@ def _autograd(function: type[torch.autograd.Function], operator: str, tensors: i
     packet = getattr(torch.ops.gdpa, operator)
 
     def record(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in arguments[:tensors]):
+            raise GdpaError("forward-mode differentiation of gdpa.attention is not implemented; expected reverse mode (backward)")
         if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:tensors]):
             return function.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():

@@ -194,7 +194,7 @@ def check_call(
         if tensor.is_nested:
             raise GdpaError(f"{name}: expected an ordinary tensor, got a nested one; gdpa.attention takes nested tensors")
     # Under autocast the three are cast to one dtype before the operator runs.
-    casts = torch.is_autocast_enabled(q.device.type)
+    casts = q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise GdpaError(f"{name}: expected dtype bfloat16, float16, float32 or float64, got {tensor.dtype}")

@@ -62,11 +62,11 @@ def _build_tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: i
             walked = torch.nn.functional.pad(walked, (0, 1))  # the tail attends to nothing
         order = torch.argsort(walked, descending=True, stable=True).int()
     counts = (lengths[order] + (block - 1)) // block
-    ends = counts.cumsum(0, dtype=torch.int32)
-    tile = torch.arange(bound, dtype=torch.int32, device=device)
+    ends = counts.cumsum(0)  # int64: garbage offsets may claim more tiles than 32 bits count
+    tile = torch.arange(bound, device=device)
     position = torch.searchsorted(ends, tile, right=True).clamp_(max=max(lengths.shape[0] - 1, 0))
     sequence = torch.where(tile < ends[-1:], order[position], -1)
-    return torch.stack((sequence, tile - (ends - counts)[position]), dim=1)
+    return torch.stack((sequence, tile - (ends - counts)[position]), dim=1).int()
 
 
 def _memory_is_a_graphs(device: torch.device) -> bool:
@@ -82,6 +82,9 @@ def _memory_is_a_graphs(device: torch.device) -> bool:
 
 def _cached(kind: tuple[Hashable, ...], anchors: tuple[Tensor, ...], build: Callable[[], Tensor]) -> Tensor:
     """Build once per identity and version of the anchors, so that the layers of a model share a schedule.
+
+    torch counts a version for every in-place operation, but not for writes through `.data`, numpy or a collective: offsets changed
+    that way must come as a new tensor.
 
     While a CUDA graph is captured it is always built, inside the capture: a replay reads offsets that changed since. Inference
     tensors have no version, so nothing is kept for them either.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -418,7 +419,7 @@ class TestNested:
 
     def test_values_of_another_structure_are_refused(self):
         k = self.nested(*self.LENGTHS)
-        with pytest.raises(gdpa.GdpaError, match="v: expected the jagged structure"):
+        with pytest.raises(gdpa.GdpaError, match="v: expected the lengths"):
             gdpa.attention(k, k, self.nested(1, 12, 5))
 
     def test_nested_keys_with_dense_values_are_refused(self):
@@ -518,3 +519,32 @@ class TestJaggedHelpers:
     def test_unpack_refuses_wrong_arguments(self, arguments, name):
         with pytest.raises(gdpa.GdpaError, match=rf"^{name}: expected"):
             gdpa.unpack(*arguments)
+
+
+@pytest.mark.parametrize("backend", backend_params())
+def test_a_small_out_scale_keeps_half_precision_gradients_finite(backend):
+    """1 / length under a loss scaler: dS without out_scale would pass fp16's range."""
+    case = make_case(q_lengths=(70,), head_dim=64, dtype=torch.float16, out_scale=1 / 256)
+    results = run(replace(case, d_out=case.d_out * 4096), backend)
+    assert all(torch.isfinite(x).all() for x in results)
+
+
+@pytest.mark.parametrize("backend", backend_params())
+@pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (2**31 - 1, 0), (2**40, 3)], ids=str)
+def test_a_window_wider_than_any_tensor_is_unbounded(backend, window):
+    check(make_case(q_lengths=(40, 3), k_lengths=(33, 50), window_size=window), backend)
+
+
+def test_jagged_tensors_built_apart_with_equal_lengths():
+    q, k, v = (torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged) for _ in range(3))
+    out = gdpa.attention(q, k, v)
+    expected = gdpa.attention_varlen(q.values(), k.values(), v.values(), q.offsets(), k.offsets())
+    assert torch.equal(out.values(), expected)
+    other = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (5, 3)], layout=torch.jagged)
+    with pytest.raises(gdpa.GdpaError, match="v: expected the lengths"):
+        gdpa.attention(q, k, other)
+
+
+def test_unpack_keeps_the_dtype():
+    ids = torch.tensor([2**40 + 1, 5, 2**24 + 1])
+    assert gdpa.unpack(ids, torch.tensor([0, 2, 3]), 2).tolist() == [[2**40 + 1, 5], [2**24 + 1, 0]]

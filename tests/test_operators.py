@@ -708,3 +708,9 @@ def test_reference_attend_is_the_way_to_second_derivatives():
     torch.autograd.gradgradcheck(
         lambda q, k, v: reference.attend(case.problem, q, k, v, cu_q, cu_k), leaves(case.inputs), fast_mode=True
     )
+
+
+def test_forward_mode_is_refused_rather_than_wrong():
+    x = torch.randn(1, 5, 2, 8)
+    with pytest.raises(gdpa.GdpaError, match="forward-mode"):
+        torch.func.jvp(lambda q: gdpa.attention(q, x, x), (x,), (x,))

@@ -86,3 +86,13 @@ def test_layers_share_a_schedule_until_the_offsets_change():
 def test_a_freed_tensors_schedule_is_not_given_to_another_at_its_address():
     for length in range(1, 50):
         assert schedule.bounds(offsets(length), 60)[0].tolist() == [0, length]
+
+
+def test_heads_first_tensors_are_copied_so_that_their_length_is_not_compiled_in():
+    pytest.importorskip("triton")
+    from gdpa.backends.triton import launch
+
+    heads_first = torch.randn(4, 65, 16).transpose(0, 1)
+    assert launch._strides(launch._aligned(heads_first)) == (0, 64, 16)
+    fused = torch.randn(65, 3, 4, 16)[:, 1]
+    assert launch._aligned(fused) is fused

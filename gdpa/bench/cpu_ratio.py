@@ -41,6 +41,7 @@ from torch import Tensor
 
 import gdpa
 from gdpa import numerics
+from gdpa.bench.report import commit
 from gdpa.problem import describe
 
 HEADS = 4
@@ -242,6 +243,7 @@ def header() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         ISA_VARIABLE: os.environ.get(ISA_VARIABLE),
+        "commit": commit(),
         "heads": HEADS,
         "head_dim": HEAD_DIM,
     }

@@ -9,8 +9,8 @@ Forming S and dP twice costs 7 products where one kernel needs 5, but nothing is
 whose programs own a whole (sequence, head) and keep dQ's sums in an fp32 buffer ran at half the speed (209 TFLOP/s against 377 at 2048
 on an H200): dK, dV and dQ together do not fit the registers.
 
-out_scale and scale multiply the finished sums: dP and dS are formed without them. S, dP and the sums are fp32; P and dS are rounded to
-the inputs' dtype for the products they enter.
+out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`). S, dP
+and the sums are fp32; P and dS are rounded to the inputs' dtype for the products they enter.
 """
 
 import triton
@@ -31,15 +31,24 @@ from gdpa.backends.triton.tiles import (
 
 
 @triton.jit
+def split_scale(out_scale, dtype: tl.constexpr):
+    """(factor of dS, factor of the finished sums). fp16 would overflow without out_scale in dS: 1 / length under a loss scaler."""
+    if dtype == tl.float16:
+        return out_scale, 1.0
+    else:
+        return 1.0, out_scale
+
+
+@triton.jit
 def gather_key_gradients(
     dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_db, stride_dt:
     tl.constexpr, stride_dh: tl.constexpr,
-    sequence, q_start, q_len, q_rows, head, begin, end, first_key, k_len, scale, left, right,
+    sequence, q_start, q_len, q_rows, head, begin, end, first_key, k_len, scale, factor, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
     MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key block (both without their scales) over the queries begin .. end."""
+    """dK and dV of one key block (both without their scales) over the queries begin .. end; dS is multiplied by `factor`."""
     for first_query in tl.range(begin, end, BLOCK_M):
         q = load_tile(
             q_source, sequence, q_start, head, first_query, q_len, q_rows, stride_qb, stride_qt, stride_qh, BLOCK_M, D, WIDTH, TAIL,
@@ -54,7 +63,7 @@ def gather_key_gradients(
         s = product(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST)
         dp = product(v, tl.trans(d_out), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST)
         p, slope = activate_pair(s * scale, head)
-        ds = slope * dp
+        ds = slope * dp * factor
         if MASK:
             query = first_query + tl.arange(0, BLOCK_M)[None, :]
             key = first_key + tl.arange(0, BLOCK_N)[:, None]
@@ -102,33 +111,34 @@ def key_gradient_kernel(
         v_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_vb, stride_vt, stride_vh, BLOCK_N, DV, WIDTH_V, True,
         MAPPED,
     )  # fmt: skip
+    if SCALE_PER_SEQUENCE:
+        out_scale = tl.load(out_scale_ptr + sequence, mask=q_len > 0, other=1.0)
+    early, late = split_scale(out_scale, k.dtype)
     dk = tl.zeros([BLOCK_N, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK_N, WIDTH_V], tl.float32)
     for head in tl.range(kv_head * GROUP, (kv_head + 1) * GROUP):
         if WINDOW:
             dk, dv = gather_key_gradients(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
-                sequence, q_start, q_len, q_rows, head, begin, tl.minimum(full_begin, end), first_key, k_len, scale, left, right,
+                sequence, q_start, q_len, q_rows, head, begin, tl.minimum(full_begin, end), first_key, k_len, scale, early, left, right,
                 activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST,
             )  # fmt: skip
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
-            sequence, q_start, q_len, q_rows, head, full_begin, full_end, first_key, k_len, scale, left, right,
+            sequence, q_start, q_len, q_rows, head, full_begin, full_end, first_key, k_len, scale, early, left, right,
             activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST,
         )  # fmt: skip
         if WINDOW or not (MAPPED and TAIL_SAFE):
             # Zero rows of dO stand in for queries past the end and cancel f(0) and f'(0) where those are finite.
             dk, dv = gather_key_gradients(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
-                sequence, q_start, q_len, q_rows, head, full_end, end, first_key, k_len, scale, left, right,
+                sequence, q_start, q_len, q_rows, head, full_end, end, first_key, k_len, scale, early, left, right,
                 activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not TAIL_SAFE,
                 MAPPED, SETTLE, UPCAST,
             )  # fmt: skip
 
-    if SCALE_PER_SEQUENCE:
-        out_scale = tl.load(out_scale_ptr + sequence, mask=q_len > 0, other=1.0)
     store_tile(
-        dk_ptr, dk * (scale * out_scale), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt,
+        dk_ptr, dk * (scale * late), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt,
         stride_dkh, BLOCK_N, D,
         WIDTH, UPCAST,
     )  # fmt: skip
@@ -241,16 +251,17 @@ def query_gradient_kernel(
     k_start, k_len = find_rows(k_bounds_ptr, sequence, k_rows, K_PACKED)
     k_len = tl.where(sequence < batch, k_len, 0)
     first_query = block * BLOCK_M
+    if SCALE_PER_SEQUENCE:
+        out_scale = tl.load(out_scale_ptr + sequence, mask=k_len > 0, other=1.0)
+    early, late = split_scale(out_scale, dq_ptr.dtype.element_ty)
     dq = query_gradient(
         new_accumulator(BLOCK_M, WIDTH, SETTLE), q_source, k_source, v_source, d_out_source, stride_qb, stride_qt, stride_qh,
         stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh,
-        sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, 1.0, left, right,
+        sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, early, left, right,
         activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST,
     )  # fmt: skip
-    if SCALE_PER_SEQUENCE:
-        out_scale = tl.load(out_scale_ptr + sequence, mask=k_len > 0, other=1.0)
     store_tile(
-        dq_ptr, dq * (scale * out_scale), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt,
+        dq_ptr, dq * (scale * late), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt,
         stride_dqh, BLOCK_M, D,
         WIDTH, UPCAST,
     )  # fmt: skip

@@ -31,6 +31,10 @@ SHARED_QUERY_PROGRAMS = 1024
 
 # The rows of a ragged descriptor's third dimension; tiles.py knows it too.
 RAGGED = 2**30
+# 128 rows of a tile are addressed in 32 bits.
+MOST_ROW_STRIDE = 2**23
+# A window wider than any tensor; more would overflow 32 bits where a row is added.
+WIDEST_WINDOW = 2**30
 
 
 @dataclass(frozen=True)
@@ -167,9 +171,18 @@ class Call:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it, whose rows are contiguous and start at multiples of 8 elements and of 16 bytes."""
-    sound = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    return x if sound else x.clone(memory_format=torch.contiguous_format)
+    """x, or a copy of it, laid out as the kernels need: rows contiguous and starting at multiples of 8 elements and of 16 bytes.
+
+    Row and head strides are compiled in, so heads-first tensors, whose head stride is their length, are copied too: they would
+    compile anew for every batch.
+    """
+    sound = (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        and x.stride(-2) <= x.stride(-3) < MOST_ROW_STRIDE
+    )
+    return x if sound or x.numel() == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _width(size: int) -> int:
@@ -201,6 +214,11 @@ def ragged_descriptor(x: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(x, [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1], [1, 1, block, width])
 
 
+def _window(problem: Problem) -> tuple[int, int]:
+    left, right = problem.window
+    return min(left, WIDEST_WINDOW), min(right, WIDEST_WINDOW)
+
+
 def plan_forward(call: Call, out: Tensor) -> Launch:
     problem, shape = call.problem, call.config("forward")
     tiles, count = call.tiles(True, shape.block_m)
@@ -219,7 +237,7 @@ def plan_forward(call: Call, out: Tensor) -> Launch:
         triton.cdiv(problem.query_rows, shape.block_m),
         problem.scale,
         problem.out_scale,
-        *problem.window,
+        *_window(problem),
     )
     constants = {"activate": call.activation().value, **call.constants(shape, tiles)}
     return Launch(forward_kernel, (count * problem.heads,), arguments, constants, shape)
@@ -246,7 +264,7 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         triton.cdiv(problem.key_rows, shape.block_n),
         problem.scale,
         problem.out_scale,
-        *problem.window,
+        *_window(problem),
     )
     constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
     return Launch(key_gradient_kernel, (count * problem.kv_heads,), arguments, constants, shape)
@@ -271,7 +289,7 @@ def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
         triton.cdiv(problem.query_rows, shape.block_m),
         problem.scale,
         problem.out_scale,
-        *problem.window,
+        *_window(problem),
     )
     constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
     return Launch(query_gradient_kernel, (count * problem.heads,), arguments, constants, shape)
@@ -296,7 +314,7 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
         chunks,
         problem.scale,
         problem.out_scale,
-        *problem.window,
+        *_window(problem),
     )
     constants = {"activate_pair": call.activation().pair, **call.constants(shape, None)}
     for absent in ("HAS_LIST", "Q_PACKED"):

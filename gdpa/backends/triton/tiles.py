@@ -43,7 +43,7 @@ def find_rows(bounds_ptr, sequence, rows, PACKED: tl.constexpr):
 @triton.jit
 def tile_origin(sequence, start, head, stride_b, stride_t: tl.constexpr, stride_h: tl.constexpr):
     """Where row 0 of a sequence lies, for one head: elements from the tensor's first."""
-    return tl.cast(sequence, tl.int64) * (stride_b * 8) + tl.cast(start, tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
+    return tl.cast(sequence, tl.int64) * 8 * stride_b + tl.cast(start, tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
 
 
 @triton.jit
