@@ -266,39 +266,8 @@ def _arguments(
     return out_scale_tensor, (keys, scale, out_scale_value, left, right, deterministic, backend or "")
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    activation: ActivationLike,
-    scale: float | None,
-    out_scale: float | Tensor | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    deterministic: bool | None,
-    backend: str | None,
-) -> Tensor:
-    out_scale_tensor, options = _arguments(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        activation,
-        scale,
-        out_scale,
-        causal,
-        window_size,
-        deterministic,
-        backend,
-    )
-    out: Tensor = torch.ops.gdpa.forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale_tensor, max_seqlen_q, max_seqlen_k, *options
-    )
+def _call(*arguments: Any) -> Tensor:
+    """Run the operator on the parameters of `_arguments`, once they are checked."""
+    out_scale_tensor, options = _arguments(*arguments)
+    out: Tensor = torch.ops.gdpa.forward(*arguments[:5], out_scale_tensor, *arguments[5:7], *options)
     return out

@@ -138,6 +138,12 @@ class Call:
         tiles, q_bounds, k_bounds = (self.nothing if x is None else x for x in (tiles, self.q_bounds, self.k_bounds))
         return tiles, q_bounds, k_bounds, scale
 
+    def numbers(self, heads: int, blocks: int) -> tuple[int | float, ...]:
+        """The kernels' parameters after the strides; `blocks` is how many tiles a dense sequence has."""
+        problem = self.problem
+        sizes = (problem.batch, heads, problem.query_rows, problem.key_rows, blocks)
+        return (*sizes, problem.scale, problem.out_scale, *_window(problem))
+
     def constants(self, shape: Config, tiles: Tensor | None) -> dict[str, Any]:
         """The compile-time parameters that every kernel has; each launch adds its activation."""
         problem = self.problem
@@ -230,14 +236,7 @@ def plan_forward(call: Call, out: Tensor) -> Launch:
         *_strides(call.k),
         *_strides(call.v),
         *_strides(out),
-        problem.batch,
-        problem.heads,
-        problem.query_rows,
-        problem.key_rows,
-        triton.cdiv(problem.query_rows, shape.block_m),
-        problem.scale,
-        problem.out_scale,
-        *_window(problem),
+        *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
     )
     constants = {"activate": call.activation().value, **call.constants(shape, tiles)}
     return Launch(forward_kernel, (count * problem.heads,), arguments, constants, shape)
@@ -257,14 +256,7 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         *_strides(call.d_out),
         *_strides(dk),
         *_strides(dv),
-        problem.batch,
-        problem.kv_heads,
-        problem.query_rows,
-        problem.key_rows,
-        triton.cdiv(problem.key_rows, shape.block_n),
-        problem.scale,
-        problem.out_scale,
-        *_window(problem),
+        *call.numbers(problem.kv_heads, triton.cdiv(problem.key_rows, shape.block_n)),
     )
     constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
     return Launch(key_gradient_kernel, (count * problem.kv_heads,), arguments, constants, shape)
@@ -282,14 +274,7 @@ def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
         *_strides(call.v),
         *_strides(call.d_out),
         *_strides(dq),
-        problem.batch,
-        problem.heads,
-        problem.query_rows,
-        problem.key_rows,
-        triton.cdiv(problem.query_rows, shape.block_m),
-        problem.scale,
-        problem.out_scale,
-        *_window(problem),
+        *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
     )
     constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
     return Launch(query_gradient_kernel, (count * problem.heads,), arguments, constants, shape)
