@@ -49,7 +49,8 @@ def cpu_table(report: dict[str, Any]) -> str:
         f"CPU ({header['threads']} threads), forward and backward, H=4, D=128, against padded eager PyTorch: `{header['command']}`",
         "",
         f"Padded eager takes millions of page faults, whose cost moves: over the {len(jagged)} fp32 rows of the jagged batch in "
-        f"results/cpu-ratio*.json it took {min(eager):.1f} to {max(eager):.1f} s and the speed-up was {min(ratios):.1f} to {max(ratios):.1f}.",
+        f"results/cpu-ratio*.json it took {min(eager):.1f} to {max(eager):.1f} s and the speed-up was {min(ratios):.1f} to "
+        f"{max(ratios):.1f}.",
         "",
         "| batch | dtype | activation | times as fast | its rounds | extra memory |",
         "|---|---|---|---|---|---|",
