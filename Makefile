@@ -22,7 +22,7 @@ FAILED = { echo "gdpa: the installation failed: $(1)" >&2; exit 1; }
 .PHONY: bench test check install clean
 
 bench: install
-	@$(BIN)/python -m gdpa bench
+	@$(BIN)/python -m gdpa bench --memory
 
 test: install $(TRITON_NEWEST)/.installed-$(NEWEST_TRITON)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

@@ -12,18 +12,14 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import gdpa
 from gdpa import dispatch
 from gdpa.activations import resolve
-from gdpa.bench import check, report
-from gdpa.bench import run as bench_run
-from gdpa.bench.cases import production
-from gdpa.bench.providers import available, check_choice
-from gdpa.bench.timing import Effort
-from gdpa.data import traffic
+from gdpa.bench import check, command, machine, providers, tables
+from gdpa.bench.cases import MODES, SUITES
+from gdpa.bench.providers import check_choice
 from gdpa.device_source import cache_directory
 from gdpa.errors import GdpaError
 from gdpa.problem import describe
@@ -59,30 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gdpa {gdpa.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    bench = commands.add_parser(
-        "bench",
-        help="time, memory and error of the three production workloads against plain PyTorch",
-        description="Forward and backward of self-attention, PMA (32 shared seeds) and PFFN (256 keys per sequence) on "
-        "jagged batches, each checked against the float64 oracle first, beside plain PyTorch on padded tensors. "
-        "Production size on a GPU, scaled down on a CPU. Exit status 1 where a backend is wrong or fails.",
-        epilog="The CPU backend against padded eager on larger batches: python -m gdpa.bench.cpu_ratio",
-    )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and where they come from, to FILE")
-    _device_argument(bench)
-    bench.add_argument("--dtype", type=_dtype, help="bf16, fp16 or fp32 (default: bf16 on a GPU, fp32 on a CPU)")
-    bench.add_argument("--activation", action="append", metavar="NAME", help="may be repeated (default: gelu)")
-    bench.add_argument("--batch", type=_positive, help="sequences (default: 1152 on a GPU, 32 on a CPU)")
-    bench.add_argument("--heads", type=_positive, help="heads (default: 4)")
-    bench.add_argument("--dim", type=_positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
-    bench.add_argument("--lengths", default="uniform", metavar="NAME", help="uniform (default), lognormal or power-law")
-    bench.add_argument("--seconds", type=float, help="time to spend on each case and mode (default: 4 on a CPU, 2 on a GPU)")
-    bench.add_argument(
-        "--quick",
-        action="store_true",
-        help="leave out what needs fresh processes: cold first calls, and memory on a CPU",
-    )
-    _backend_argument(bench)
-    bench.set_defaults(run=_bench)
+    _bench_arguments(commands)
 
     checks = commands.add_parser(
         "check",
@@ -118,7 +91,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device_argument(parser: argparse.ArgumentParser) -> None:
+def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time, distance from the hardware's floor, memory and error of every provider on the production workloads",
+        description="Each case is checked against the float64 oracle first, then timed in rounds that all providers share. "
+        "Production size on a GPU, scaled down on a CPU. Options that may be repeated also take a list with commas. "
+        "Exit status 1 where a provider is wrong or fails, or a comparison is slower; 130 after Ctrl-C, with the rows so far.",
+        epilog="What it all means: docs/benchmarking.md. The CPU backend against padded eager on larger batches: "
+        "python -m gdpa.bench.cpu_ratio",
+    )
+    what = bench.add_argument_group("what is measured")
+    what.add_argument("--list", action="store_true", help="print the cases with their sizes, FLOPs and bytes; measure nothing")
+    what.add_argument("--case", action="append", metavar="NAME", help="such as self-512-jag; may be repeated")
+    what.add_argument("--suite", metavar="NAME", help=f"{', '.join(SUITES)} (default: full on a GPU, quick on a CPU)")
+    what.add_argument("--mode", action="append", metavar="NAME", help=f"{', '.join(MODES)} (default: forward and backward)")
+    what.add_argument("--provider", action="append", metavar="NAME", help=f"all, or some of {', '.join(providers.NAMES)}")
+    what.add_argument("--activation", action="append", metavar="NAME", help="may be repeated (default: gelu)")
+    what.add_argument("--batch", type=_positive, help="sequences (default: 1152 on a GPU, 32 on a CPU)")
+    what.add_argument("--heads", type=_positive, help="heads (default: 4)")
+    what.add_argument("--dim", type=_positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
+    what.add_argument("--dtype", type=_dtype, help="bf16, fp16 or fp32 (default: bf16 on a GPU, fp32 on a CPU)")
+    what.add_argument("--seed", type=int, help="of the lengths and the data (default: 0)")
+    _device_argument(what)
+    how = bench.add_argument_group("how")
+    how.add_argument("--seconds", type=float, help="rounds of each case, activation and mode (default: 0.7 on a GPU, 3 on a CPU)")
+    how.add_argument("--memory", action="store_true", help="also the peak memory of a call, beyond its inputs")
+    how.add_argument("--cold", action="store_true", help="also the first call of a process with empty caches")
+    how.add_argument("--graph", action="store_true", help="also the replay of a CUDA graph")
+    how.add_argument("--schedule", action="store_true", help="also the cost of building gdpa's tile list, uncached")
+    out = bench.add_argument_group("what becomes of it")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and where they come from, to FILE")
+    out.add_argument("--resume", action="store_true", help="go on with the rows that --json FILE has already")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows as bars against the floor, to a PNG")
+    out.add_argument("--report", type=Path, metavar="FILE", help="write one self-contained HTML page")
+    out.add_argument("--show", type=Path, metavar="FILE", help="print, --plot or --report the rows of a JSON file; measure nothing")
+    out.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two JSON files: what got faster and slower")
+    out.add_argument("--threshold", type=float, default=0.05, help="slower than this is a failure of --compare (default: 0.05)")
+    bench.set_defaults(run=_bench)
+
+
+def _device_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: the GPU where there is one)")
 
 
@@ -189,83 +202,8 @@ def _console(stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
 
 
-class _Bar(bench_run.Progress):
-    """A bar on a terminal; elsewhere one line for each case that is done."""
-
-    def __init__(self, steps: float, console: Console) -> None:
-        self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("time left"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task("starting", total=steps)
-
-    def step(self, text: str, done: float) -> None:
-        self.bar.update(self.task, description=text, completed=done)
-
-    def finished(self, case: str) -> None:
-        if not self.console.is_terminal:
-            self.console.print(f"measured {case}")
-
-
 def _bench(options: argparse.Namespace) -> int:
-    device = _device(options.device)
-    on_cpu = device.type == "cpu"
-    check_choice("--lengths", options.lengths, tuple(traffic.GENERATORS))
-    if options.seconds is not None and not options.seconds > 0:
-        raise GdpaError(f"--seconds: expected a positive number, got {options.seconds}")
-    path: Path | None = options.json
-    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise GdpaError(f"--json: expected a file in a folder that can be written, got {path}")
-    plan = bench_run.Plan(
-        cases=production(device, batch=options.batch, heads=options.heads, dim=options.dim, lengths=options.lengths),
-        activations=_activations(options.activation, ("gelu",)),
-        providers=available(_backends(options.backend)),
-        dtype=options.dtype or (torch.float32 if on_cpu else torch.bfloat16),
-        device=device,
-        effort=Effort(options.seconds or (4.0 if on_cpu else 2.0)),
-        fresh=not options.quick,
-    )
-    results = report.Report(report.header(device, options.command_line))
-    results.header["dtype"] = str(plan.dtype).removeprefix("torch.")
-
-    def save() -> None:
-        if path is not None:
-            results.write(path)
-
-    console, progress_console = _console(), _console(stderr=True)
-    head = results.header
-    console.print(f"{head['device']}, threads: {head['threads']}, torch {head['versions']['torch']}\n")
-    interrupted = False
-    bar = _Bar(plan.steps, progress_console)
-    try:
-        with bar.bar:
-            bench_run.run(plan, results, bar, save)
-    except KeyboardInterrupt:
-        interrupted = True
-    save()
-    report.show(results, console)
-    console.print(
-        "[dim]spread: interquartile range / median. vs eager: times as fast as plain PyTorch on padded tensors.\n"
-        "memory: peak beyond the inputs, backward with its forward. error: relative, against the float64 oracle;\n"
-        "budget: the share used of what docs/numerics.md allows. "
-        "cold: first forward and backward of a process, caches empty.[/dim]"
-    )
-    if path is not None:
-        console.print(f"wrote {path}")
-    if interrupted:
-        console.print("interrupted: these are the rows so far")
-        return 130
-    if results.failed:
-        console.print("[red]a backend was wrong or failed: see the notes[/red]")
-        return 1
-    return 0
+    return command.bench(options, _device(options.device), _console(), _console(stderr=True))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -274,7 +212,7 @@ def _check(options: argparse.Namespace) -> int:
     backends = _backends(options.backend)
     dtypes = tuple(dict.fromkeys(options.dtype or check.DTYPES))
     console, progress_console = _console(), _console(stderr=True)
-    table = Table(box=box.SIMPLE_HEAD, title=f"error against budget, {report.device_name(device)}", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=f"error against budget, {machine.device_name(device)}", title_justify="left")
     for name in ("backend", "dtype", "activation"):
         table.add_column(name, no_wrap=True)
     for name in ("out", "dq", "dk", "dv"):
@@ -313,13 +251,13 @@ def _check(options: argparse.Namespace) -> int:
 def _info(options: argparse.Namespace) -> int:
     facts = [
         ("gdpa", f"{gdpa.__version__}, {Path(gdpa.__file__).parent}"),
-        ("commit", report.commit() or "not a checkout"),
+        ("commit", machine.commit() or "not a checkout"),
         ("python", f"{platform.python_version()}, {sys.executable}"),
         ("system", platform.platform()),
-        ("processor", f"{report.cpu_name()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads"),
+        ("processor", f"{machine.cpu_name()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads"),
         ("torch", torch.__version__),
-        ("triton", report.installed_version("triton") or "not installed"),
-        ("numpy", report.installed_version("numpy") or "not installed"),
+        ("triton", machine.installed_version("triton") or "not installed"),
+        ("numpy", machine.installed_version("numpy") or "not installed"),
     ]
     devices = ["cpu"]
     if torch.cuda.is_available():
@@ -338,7 +276,7 @@ def _info(options: argparse.Namespace) -> int:
     facts.append(("generated code", str(cache_directory())))
     facts.append(("compiled kernels", str(triton_cache)))
     facts += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(("GDPA_", "TRITON_"))]
-    print(report.lines(facts))
+    print(tables.lines(facts))
     return 0
 
 
@@ -351,7 +289,7 @@ def _backend_reasons(device: torch.device) -> dict[str, str | None]:
 
 def _precompile(options: argparse.Namespace) -> int:
     activations = _activations(options.activation, ())
-    if report.installed_version("triton") is None:
+    if machine.installed_version("triton") is None:
         raise GdpaError("precompile: expected Triton to be installed, and it is not")
     if options.arch is None and not torch.cuda.is_available():
         raise GdpaError("--arch: expected a compute capability such as 80, 90 or 100, since there is no GPU here to take it from")

@@ -152,7 +152,7 @@ def judge(problem: Problem, inputs: Inputs, d_out: Tensor | None, results: Resul
         right, best = exact[i], [ideal[i] for ideal in ideals]
         if right is None:
             raise ValueError(f"{name} was computed, but no d_out was given to judge it with")
-        verdicts.append(_verdict(name, result, right, [x for x in best if x is not None]))
+        verdicts.append(verdict_on(name, result, right, [x for x in best if x is not None]))
     return verdicts
 
 
@@ -162,7 +162,8 @@ def check(problem: Problem, inputs: Inputs, d_out: Tensor | None, results: Resul
     assert not failed, "; ".join(failed)
 
 
-def _verdict(name: str, result: Tensor, right: Tensor, ideals: list[Tensor]) -> Verdict:
+def verdict_on(name: str, result: Tensor, right: Tensor, ideals: list[Tensor]) -> Verdict:
+    """Hold one result against the truth; it may err twice as much as the worst of the ideal computations."""
     assert result.shape == right.shape, f"{name}: shape {tuple(result.shape)}, expected {tuple(right.shape)}"
     assert result.dtype == ideals[0].dtype, f"{name}: dtype {result.dtype}, expected {ideals[0].dtype}"
     relative, largest = _errors(result, right)

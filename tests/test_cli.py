@@ -13,35 +13,54 @@ from helpers import clean_env
 
 import gdpa
 from gdpa import cli
-from gdpa.bench import run
+from gdpa.bench import providers, run
+from gdpa.bench.cases import FULL
 
-SMALL = ["bench", "--device", "cpu", "--batch", "2", "--heads", "1", "--dim", "8", "--seconds", "0.01", "--quick"]
+SMALL = ["bench", "--device", "cpu", "--batch", "2", "--heads", "1", "--dim", "8", "--seconds", "0.01"]
+SIGNS = ["--provider", "gdpa-cpu", "--case", "self-16-jag", "--mode", "forward"]
 
 
 def test_bench_prints_a_table_for_each_workload_and_writes_the_rows(capsys, tmp_path):
     path = tmp_path / "rows.json"
     assert cli.main([*SMALL, "--activation", "relu", "--json", str(path)]) == 0
     printed = capsys.readouterr()
-    for case in ("self-512-jag, relu", "pma-32x1024-jag, relu", "pffn-512x256-jag, relu"):
+    for case in ("self-512-jag, relu", "pma-32x1024-jag, relu", "pffn-512x256-jag, relu", "self-256, relu"):
         assert case in printed.out
-    assert "gdpa-cpu" in printed.out
-    assert "eager" in printed.out
+    assert "time left" in printed.err or "s left" in printed.err
     loaded = json.loads(path.read_text())
-    assert loaded["header"]["command"].startswith("gdpa bench --device cpu")
-    assert loaded["header"]["dtype"] == "float32"
-    timed = {(row["mode"], row["provider"]) for row in loaded["rows"] if row["ms"] is not None}
-    assert {("forward", "eager"), ("backward", "eager"), ("forward", "gdpa-cpu"), ("backward", "gdpa-cpu")} <= timed
+    header = loaded["header"]
+    assert header["command"].startswith("gdpa bench --device cpu")
+    assert (header["dtype"], header["batch"], header["heads"], header["dim"], header["seed"]) == ("float32", 2, 1, 8, 0)
+    assert set(header["versions"]) == {"python", "torch", "triton", "cuda", "gdpa"}
+    assert {"machine", "cpu", "gpu", "clocks", "driver", "commit", "started", "seconds"} <= set(header)
+    assert header["R"]["lowest"] <= header["R"]["median"] <= header["R"]["highest"]
+    assert {(row["mode"], row["provider"]) for row in loaded["rows"] if row["ms"] is not None} == {
+        (mode, provider) for mode in ("forward", "backward") for provider in ("eager", "gdpa-cpu")
+    }
 
 
-def test_bench_runs_only_the_backends_it_is_told_to(capsys, tmp_path):
+def test_bench_lists_its_cases_with_their_work(capsys):
+    assert cli.main(["bench", "--list", "--suite", "full", "--batch", "2", "--heads", "1", "--dim", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert all(case in printed for case in FULL)
+    assert "GFLOP" in printed
+
+
+def test_bench_runs_what_it_is_told_to(capsys, tmp_path):
     path = tmp_path / "rows.json"
-    assert cli.main([*SMALL, "--backend", "cpu", "--json", str(path)]) == 0
-    assert {row["provider"] for row in json.loads(path.read_text())["rows"]} == {"eager", "gdpa-cpu"}
+    chosen = ["--case", "self-16,pffn-16x8-jag", "--case", "pma-2x16-jag", "--provider", "gdpa-cpu,gdpa-reference"]
+    assert cli.main([*SMALL, *chosen, "--mode", "both", "--activation", "relu,gelu", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["case"] for row in rows} == {"self-16", "pffn-16x8-jag", "pma-2x16-jag"}
+    assert {row["provider"] for row in rows} == {"gdpa-cpu", "gdpa-reference"}
+    assert {row["mode"] for row in rows} == {"both"}
+    assert {row["activation"] for row in rows} == {"relu", "gelu"}
+    assert len(rows) == 3 * 2 * 2
 
 
 def test_bench_returns_1_where_a_backend_is_wrong(capsys, monkeypatch):
-    monkeypatch.setattr(run, "judge", lambda *_: [_wrong_verdict()])
-    assert cli.main([*SMALL, "--backend", "cpu"]) == 1
+    monkeypatch.setattr(providers, "judge", lambda *_: [_wrong_verdict()])
+    assert cli.main([*SMALL, *SIGNS]) == 1
     assert "wrong, not timed" in capsys.readouterr().out
 
 
@@ -51,17 +70,55 @@ def _wrong_verdict():
     return Verdict("out", 1.0, 0.1, 1.0, 0.1)
 
 
+def test_bench_resumes_where_a_file_ends(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    arguments = [*SMALL, "--provider", "gdpa-cpu", "--mode", "forward", "--json", str(path)]
+    assert cli.main([*arguments, "--case", "self-16-jag"]) == 0
+    first = json.loads(path.read_text())["rows"]
+    assert cli.main([*arguments, "--case", "self-16-jag,self-8", "--resume"]) == 0
+    second = json.loads(path.read_text())
+    assert second["rows"][:1] == first
+    assert [row["case"] for row in second["rows"]] == ["self-16-jag", "self-8"]
+    assert set(second["header"]["cases"]) == {"self-16-jag", "self-8"}
+    capsys.readouterr()
+    assert cli.main([*arguments, "--case", "self-16-jag", "--resume", "--dtype", "bf16"]) == 2
+    assert "dtype 'bfloat16' as this run, got 'float32'" in capsys.readouterr().err
+
+
+def test_bench_compares_two_files(capsys, tmp_path):
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    assert cli.main([*SMALL, *SIGNS, "--json", str(before)]) == 0
+    data = json.loads(before.read_text())
+    data["rows"][0] |= {"ms": 2 * data["rows"][0]["ms"], "fraction_of_floor": data["rows"][0]["fraction_of_floor"] / 2}
+    after.write_text(json.dumps(data))
+    assert cli.main(["bench", "--compare", str(before), str(before)]) == 0
+    assert cli.main(["bench", "--compare", str(before), str(after)]) == 1
+    assert "slower" in capsys.readouterr().out
+    assert cli.main(["bench", "--compare", str(after), str(before)]) == 0
+    assert cli.main(["bench", "--compare", str(before), str(after), "--threshold", "0.6"]) == 0
+
+
+def test_bench_draws_pictures_of_a_file_without_measuring(capsys, tmp_path, monkeypatch):
+    path, picture, page = (tmp_path / name for name in ("rows.json", "rows.png", "rows.html"))
+    assert cli.main([*SMALL, *SIGNS, "--json", str(path)]) == 0
+    monkeypatch.setattr(run.Run, "__call__", lambda self: pytest.fail("measured"))
+    assert cli.main(["bench", "--show", str(path), "--plot", str(picture), "--report", str(page)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "self-16-jag" in page.read_text()
+    assert "self-16-jag" in capsys.readouterr().out
+
+
 def test_ctrl_c_leaves_the_rows_so_far_and_returns_130(tmp_path):
     """A real signal to a real process, once the first rows are on disk."""
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "gdpa", *SMALL, "--backend", "cpu", "--json", str(path)]
-    command[command.index("0.01")] = "30"
+    command = [sys.executable, "-m", "gdpa", *SMALL, "--provider", "gdpa-cpu", "--json", str(path)]
+    command[command.index("0.01")] = "2"
     process = subprocess.Popen(command, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        # Few rounds are enough for the cap, so rows come long before 30 s.
+        # Few rounds are enough for the cap, so rows come long before 2 s a group, and the run lasts several groups.
         deadline = time.monotonic() + 60
         while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
@@ -70,7 +127,8 @@ def test_ctrl_c_leaves_the_rows_so_far_and_returns_130(tmp_path):
     assert "interrupted" in out
     rows = json.loads(path.read_text())["rows"]
     assert rows
-    assert all(row["provider"] in ("eager", "gdpa-cpu") for row in rows)
+    assert len(rows) < 8
+    assert rows[0]["case"] in out
 
 
 def test_check_holds_every_activation_to_its_budget(capsys):
@@ -128,9 +186,15 @@ def test_precompile_builds_for_another_architecture(tmp_path):
     ("arguments", "message"),
     [
         (["bench", "--activation", "gelo"], "Did you mean 'gelu'"),
-        (["bench", "--backend", "tritn"], "did you mean 'triton'?"),
+        (["bench", "--provider", "gdpa-tritn"], "did you mean 'gdpa-triton'?"),
+        (["bench", "--case", "self-512-jagg"], "nearest: self-512-jag"),
+        (["bench", "--suite", "ful"], "did you mean 'full'?"),
+        (["bench", "--mode", "forwards"], "did you mean 'forward'?"),
+        (["bench", "--resume"], "--resume: expected --json FILE"),
+        (["bench", "--compare", "/no/a.json", "/no/b.json"], "--compare: expected a file that can be read"),
+        (["bench", "--show", "/no/a.json"], "--show: expected a file that can be read"),
         (["bench", "--device", "cud"], "did you mean 'cuda'?"),
-        (["bench", "--lengths", "unifrom"], "did you mean 'uniform'?"),
+        (["bench", "--plot", "/no/such/folder/file.png"], "--plot: expected a file in a folder that can be written"),
         (["bench", "--json", "/no/such/folder/file.json"], "--json: expected a file in a folder that can be written"),
         (["bench", "--seconds", "0"], "--seconds: expected a positive number"),
         (["check", "--activation", "tanhh"], "Did you mean 'tanh'"),

@@ -1,10 +1,11 @@
-"""What is computed: the three production workloads, their data, and how much work they are.
+"""What is computed: cases by name, their data, and how much work they are.
 
-    self    every sequence attends to itself                         queries and keys jagged, same lengths
-    pma     pooling: a few learned seeds, shared by the batch,
-            attend to every sequence                                 queries shared, keys jagged
-    pffn    personalised feed-forward: every sequence attends to
-            its own F generated keys and values                      queries jagged, keys dense
+    self-L        every sequence attends to itself, L rows
+    pffn-LxF      personalised feed-forward: L queries attend to the sequence's own F generated keys and values
+    pma-SxL       pooling: S learned seeds, shared by the batch, attend to a sequence of L rows
+
+A suffix says that lengths vary: -jag uniform on [1, L], -tail lognormal (median 120, 5 % empty), -power a power law, all capped
+at L; without one every sequence has L rows. Varying sides are packed with offsets; the others are dense (B, S, H, D) tensors.
 
 FLOPs count allowed (query, key) pairs, never padding: 2 (D + Dv) per pair and head forward, 2 (3 D + 2 Dv) backward.
 Bytes count each input once and each output once.
@@ -12,28 +13,70 @@ Bytes count each input once and each output once.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from gdpa.activations import resolve
 from gdpa.data import traffic
+from gdpa.errors import GdpaError
 from gdpa.jagged import offsets_from_lengths
 from gdpa.numerics import Inputs
-from gdpa.problem import Problem, allowed_pairs, describe, row_ranges
+from gdpa.problem import Problem, describe, row_ranges
 
-Kind = Literal["self", "pma", "pffn"]
-Mode = Literal["forward", "backward"]
-MODES: tuple[Mode, ...] = ("forward", "backward")
+Kind = Literal["self", "pffn", "pma"]
+Mode = Literal["forward", "backward", "both"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
-_SUFFIX = {"uniform": "jag", "lognormal": "tail", "power-law": "power"}
+SUFFIXES = {"": "dense", "-jag": "uniform", "-tail": "lognormal", "-power": "power-law"}
+_NAME = re.compile(rf"(self)-(\d+)({'|'.join(SUFFIXES)})|(pffn|pma)-(\d+)x(\d+)({'|'.join(SUFFIXES)})")
+
+FULL = (
+    "self-256",
+    "self-512",
+    "self-1024",
+    "self-2048",
+    "self-512-jag",
+    "self-2048-jag",
+    "self-1024-tail",
+    "pffn-1024x256",
+    "pffn-2048x256",
+    "pffn-2048x128",
+    "pffn-512x512-jag",
+    "pffn-1024x256-jag",
+    "pffn-2048x2048-jag",
+    "pma-32x2048-jag",
+)
+SUITES = {
+    "full": FULL,
+    "production": ("self-512-jag", "pma-32x2048-jag", "pffn-1024x256-jag"),
+    "quick": ("self-512-jag", "pma-32x1024-jag", "pffn-512x256-jag", "self-256"),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What every case of a run shares."""
+
+    batch: int
+    heads: int
+    dim: int
+    seed: int = 0
+
+
+GPU_SIZE = Size(batch=1152, heads=4, dim=128)  # the published GDPA benchmark's
+CPU_SIZE = Size(batch=32, heads=4, dim=64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One workload. `length` caps the jagged side; `fixed` is the other side's rows: PMA's seeds, PFFN's keys."""
+    """One workload. `length` caps the side that may vary; `fixed` is the other side's rows: PMA's seeds, PFFN's keys."""
 
     kind: Kind
     batch: int
@@ -41,16 +84,97 @@ class Case:
     dim: int
     length: int
     fixed: int = 0
-    lengths: str = "uniform"
+    lengths: str = "uniform"  # a generator of gdpa.data.traffic, or dense
     seed: int = 0
+
+    @classmethod
+    def named(cls, name: str, size: Size) -> Case:
+        """The case of this name; any sizes may stand in it, so that a user's own shape can be measured."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            close = difflib.get_close_matches(name, FULL, n=3, cutoff=0.4)
+            hint = f"; nearest: {', '.join(close)}" if close else ""
+            raise GdpaError(
+                f"--case: expected a name like self-512, pffn-1024x256 or pma-32x2048, with -jag, -tail or -power where lengths "
+                f"vary (gdpa bench --list), got {name!r}{hint}"
+            )
+        kind: Kind
+        if match[1]:
+            kind, length, fixed, suffix = "self", int(match[2]), 0, match[3]
+        elif match[4] == "pffn":
+            kind, length, fixed, suffix = "pffn", int(match[5]), int(match[6]), match[7]
+        else:
+            kind, length, fixed, suffix = "pma", int(match[6]), int(match[5]), match[7]
+        if length < 1 or (kind != "self" and fixed < 1):
+            raise GdpaError(f"--case: expected at least one row on either side, got {name!r}")
+        return cls(kind, size.batch, size.heads, size.dim, length, fixed, SUFFIXES[suffix], size.seed)
 
     @property
     def name(self) -> str:
         sizes = {"self": f"{self.length}", "pma": f"{self.fixed}x{self.length}", "pffn": f"{self.length}x{self.fixed}"}
-        return f"{self.kind}-{sizes[self.kind]}-{_SUFFIX[self.lengths]}"
+        suffix = next(suffix for suffix, lengths in SUFFIXES.items() if lengths == self.lengths)
+        return f"{self.kind}-{sizes[self.kind]}{suffix}"
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is a call of gdpa.attention, on 4-D tensors. Shared seeds need offsets, even of equal lengths."""
+        return self.lengths == "dense" and self.kind != "pma"
+
+    @cached_property
+    def drawn(self) -> Tensor:
+        """The lengths of the varying side, (batch,)."""
+        if self.lengths == "dense":
+            return torch.full((self.batch,), self.length, dtype=torch.int64)
+        return traffic.GENERATORS[self.lengths](self.batch, self.length, seed=self.seed)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs over the batch."""
+        if self.kind == "self":
+            return int((self.drawn * self.drawn).sum())
+        return int(self.drawn.sum()) * self.fixed
+
+    def flops(self, mode: Mode) -> int:
+        """Two products forward, five backward: S again, dP, dQ, dK, dV. D = Dv here, so 2.5 times the forward's."""
+        per_pair = {"forward": 4, "backward": 10, "both": 14}[mode] * self.dim
+        return per_pair * self.heads * self.pairs
+
+    def bytes(self, mode: Mode, itemsize: int) -> int:
+        """q, k, v read, the output written; backward reads q, k, v, d_out and writes dq, dk, dv. No offsets.
+
+        Shared seeds are read once, not once per sequence.
+        """
+        rows = int(self.drawn.sum())
+        queries, keys, outputs = {
+            "self": (rows, rows, rows),
+            "pffn": (rows, self.batch * self.fixed, rows),
+            "pma": (self.fixed, rows, self.batch * self.fixed),
+        }[self.kind]
+        forward, backward = queries + 2 * keys + outputs, 2 * (queries + 2 * keys) + outputs
+        moved = {"forward": forward, "backward": backward, "both": forward + backward}[mode]
+        return moved * self.heads * self.dim * itemsize
+
+    def floor_ms(self, mode: Mode, itemsize: int, rate: float, bandwidth: float) -> float:
+        """No less than this, at `rate` FLOP/s and `bandwidth` bytes/s. A backward waits for its forward, so floors add up."""
+        if mode == "both":
+            return sum(self.floor_ms(part, itemsize, rate, bandwidth) for part in ("forward", "backward"))
+        return max(self.flops(mode) / rate, self.bytes(mode, itemsize) / bandwidth) * 1e3
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def chosen(names: Iterable[str] | None, suite: str | None, gpu: bool, **overrides: int | None) -> tuple[Case, ...]:
+    """The cases asked for, at the size of the device they run on unless the user says otherwise.
+
+    The quick suite has the size of a CPU anywhere.
+    """
+    if names is None and suite is None:
+        suite = "full" if gpu else "quick"
+    size = GPU_SIZE if gpu and suite != "quick" else CPU_SIZE
+    size = replace(size, **{name: value for name, value in overrides.items() if value is not None})
+    listed = [*(SUITES[suite] if suite is not None else ()), *(names or ())]
+    return tuple(Case.named(name, size) for name in dict.fromkeys(listed))
 
 
 @dataclass(frozen=True)
@@ -73,63 +197,35 @@ class Workload:
         return row_ranges(self.inputs.cu_seqlens_k, self.problem.batch, self.problem.key_rows)
 
     @property
-    def pairs(self) -> int:
-        return allowed_pairs(self.problem, self.inputs.cu_seqlens_q, self.inputs.cu_seqlens_k)
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of one sequence."""
+        q_len, k_len = (max((n for _, n in rows), default=0) for rows in (self.q_rows, self.k_rows))
+        return q_len, k_len
 
-    def flops(self, mode: Mode) -> int:
-        """Two products forward, five backward: three of depth D (S again, dQ, dK) and two of depth Dv (dP, dV)."""
-        dim, value_dim = self.problem.head_dim, self.problem.value_dim
-        per_pair = 2 * (dim + value_dim) if mode == "forward" else 2 * (3 * dim + 2 * value_dim)
-        return per_pair * self.problem.heads * self.pairs
-
-    def bytes(self, mode: Mode) -> int:
-        """q, k, v read, the output written; backward reads q, k, v, d_out and writes dq, dk, dv. No offsets."""
-        q, k, v = (x.numel() * x.element_size() for x in (self.inputs.q, self.inputs.k, self.inputs.v))
-        out = self.d_out.numel() * self.d_out.element_size()
-        return q + k + v + out if mode == "forward" else 2 * (q + k + v) + out
-
-
-def production(
-    device: torch.device,
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    dim: int | None = None,
-    lengths: str = "uniform",
-) -> tuple[Case, ...]:
-    """The three workloads: at production size on a GPU, scaled to a few minutes of a 2-core CPU elsewhere."""
-    if device.type == "cpu":
-        batch, heads, dim = batch or 32, heads or 4, dim or 64
-        caps = {"self": 512, "pma": 1024, "pffn": 512}
-    else:
-        batch, heads, dim = batch or 1152, heads or 4, dim or 128
-        caps = {"self": 1024, "pma": 2048, "pffn": 1024}
-    return (
-        Case("self", batch, heads, dim, caps["self"], lengths=lengths),
-        Case("pma", batch, heads, dim, caps["pma"], fixed=32, lengths=lengths),
-        Case("pffn", batch, heads, dim, caps["pffn"], fixed=256, lengths=lengths),
-    )
+    def with_activation(self, activation: str) -> Workload:
+        """The same tensors under another activation."""
+        return replace(self, activation=activation, problem=problem_of(self.inputs, activation))
 
 
 def build(case: Case, activation: str, dtype: torch.dtype, device: torch.device) -> Workload:
     """Draw the tensors: lengths from the case's generator, values standard normal."""
-    lengths = traffic.GENERATORS[case.lengths](case.batch, case.length, seed=case.seed)
-    offsets = offsets_from_lengths(lengths).to(device)
-    total = int(lengths.sum())
     generator = torch.Generator(device=device).manual_seed(case.seed)
+    rows = int(case.drawn.sum())
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, case.heads, case.dim, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        return torch.randn(*shape, case.heads, case.dim, generator=generator, device=device, dtype=dtype)
 
+    varying = (case.batch, case.length) if case.dense else (rows,)
+    offsets = None if case.dense else offsets_from_lengths(case.drawn).to(device)
+    fixed = (case.batch, case.fixed)
     if case.kind == "self":
-        inputs = Inputs(normal(total), normal(total), normal(total), offsets, offsets)
-    elif case.kind == "pma":
-        inputs = Inputs(normal(case.fixed), normal(total), normal(total), None, offsets)
+        inputs = Inputs(normal(*varying), normal(*varying), normal(*varying), offsets, offsets)
+    elif case.kind == "pffn":
+        inputs = Inputs(normal(*varying), normal(*fixed), normal(*fixed), offsets, None)
     else:
-        inputs = Inputs(normal(total), normal(case.batch, case.fixed), normal(case.batch, case.fixed), offsets, None)
-    problem = problem_of(inputs, activation)
-    d_out = normal(case.batch, case.fixed) if case.kind == "pma" else normal(total)
-    return Workload(case, activation, problem, inputs, d_out)
+        inputs = Inputs(normal(case.fixed), normal(rows), normal(rows), None, offsets)
+    d_out = normal(*(fixed if case.kind == "pma" else varying))
+    return Workload(case, activation, problem_of(inputs, activation), inputs, d_out)
 
 
 def problem_of(inputs: Inputs, activation: str) -> Problem:

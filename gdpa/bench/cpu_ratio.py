@@ -41,7 +41,7 @@ from torch import Tensor
 
 import gdpa
 from gdpa import numerics
-from gdpa.bench.report import commit
+from gdpa.bench.machine import commit
 from gdpa.problem import describe
 
 HEADS = 4

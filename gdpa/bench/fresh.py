@@ -16,6 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +45,13 @@ def first_call_ms(case: Case, activation: str, dtype: torch.dtype, device: torch
         return float(_ask("first_call", case, activation, dtype, device, provider, caches))
 
 
-def peak_bytes(case: Case, activation: str, dtype: torch.dtype, provider: str) -> dict[Mode, int] | None:
+def peak_bytes(case: Case, activation: str, dtype: torch.dtype, provider: str, gradients: bool = True) -> dict[Mode, int] | None:
     """Peak memory of a call on the CPU, beyond the inputs; None where the system does not tell."""
     if not Path("/proc/self/clear_refs").exists():
         return None
-    peaks = _ask("peak_memory", case, activation, dtype, torch.device("cpu"), provider, RETURN_FREED_MEMORY)
-    return {mode: int(peaks[mode]) for mode in MODES}
+    what = "training_memory" if gradients else "forward_memory"
+    peaks = _ask(what, case, activation, dtype, torch.device("cpu"), provider, RETURN_FREED_MEMORY)
+    return {mode: int(peaks[mode]) for mode in MODES if mode in peaks}
 
 
 def _ask(
@@ -90,8 +94,12 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     case = Case(**request["case"])
     device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
-    measure = {"first_call": _first_call, "peak_memory": _peak_memory}[request["what"]]
-    print(json.dumps(measure(case, request["activation"], dtype, device, request["provider"])))
+    measure: dict[str, Callable[..., Any]] = {
+        "first_call": _first_call,
+        "forward_memory": partial(_peak_memory, gradients=False),
+        "training_memory": partial(_peak_memory, gradients=True),
+    }
+    print(json.dumps(measure[request["what"]](case, request["activation"], dtype, device, request["provider"])))
 
 
 def _first_call(case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str) -> float:
@@ -105,21 +113,25 @@ def _first_call(case: Case, activation: str, dtype: torch.dtype, device: torch.d
     return (time.perf_counter() - start) * 1e3
 
 
-def _peak_memory(case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str) -> dict[Mode, int]:
+def _peak_memory(
+    case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str, gradients: bool
+) -> dict[Mode, int]:
     # A small call first, so that what the libraries load and keep is not counted.
-    small = build(Case(case.kind, 2, case.heads, case.dim, 64, min(case.fixed, 64)), activation, dtype, device)
+    small = build(replace(case, batch=2, length=64, fixed=min(case.fixed, 64)), activation, dtype, device)
     call = by_name(provider).prepare(small)
-    training_step(call, "backward", call.lay_out(small.d_out))
+    modes: tuple[Mode, ...] = ("forward", "backward") if gradients else ("forward",)
+    training_step(call, modes[-1], call.lay_out(small.d_out))
     workload = build(case, activation, dtype, device)
     call = by_name(provider).prepare(workload)
     d_out = call.lay_out(workload.d_out)
     peaks: dict[Mode, int] = {}
-    for mode in MODES:
+    for mode in modes:
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now
         before = _status("VmRSS")
         training_step(call, mode, d_out)
         peaks[mode] = max(_status("VmHWM") - before, 0)
-    return peaks
+    # A backward's peak covers its forward already.
+    return peaks if "backward" not in peaks else {**peaks, "both": peaks["backward"]}
 
 
 def _status(name: str) -> int:

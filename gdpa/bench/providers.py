@@ -1,35 +1,52 @@
-"""Who computes it: plain PyTorch and each gdpa backend, behind one interface.
+"""Who computes it: what a provider is, gdpa's backends, and the list of all of them by name.
 
-A provider lays the workload's tensors out as it likes before the clock starts, and brings its results back to the
-workload's layout for the correctness gate. One that cannot run a workload says why; none computes something else.
+A provider lays the workload's tensors out as it likes before the clock starts, and brings its results back to the workload's
+layout for the correctness gate. One that cannot run a workload says why; none computes something else without its note saying so.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol
+from functools import cache
 
 import torch
 from torch import Tensor
 
 import gdpa
 from gdpa import dispatch
-from gdpa.activations import Activation
-from gdpa.bench.cases import Workload
+from gdpa.bench.cases import Workload, problem_of
 from gdpa.errors import GdpaError
-from gdpa.jagged import pack, unpack
-from gdpa.numerics import Results
-from gdpa.problem import Problem
+from gdpa.numerics import Inputs, Results, Verdict, judge
 
-# Eager keeps S, the mask's copy and P for backward, and its gradients beside them: about five score matrices at once.
-SCORE_MATRICES = 5
+NAMES = (
+    "gdpa-hopper",
+    "gdpa-triton",
+    "gdpa-cpu",
+    "gdpa-reference",
+    "eager",
+    "compile",
+    "flex",
+    "cudnn",
+    "flash",
+    "varlen",
+    "fa3",
+    "fa4",
+    "hstu",
+    "meta-triton",
+)
+# What materialises score matrices or compiles for a minute is measured where it is asked for.
+GPU_DEFAULT = ("gdpa-hopper", "gdpa-triton", "cudnn", "flash", "varlen", "fa3", "fa4", "hstu", "meta-triton")
+CPU_DEFAULT = ("gdpa-cpu", "eager")
+# A softmax attention is a yardstick of speed, not the same function: tables and plots say so.
+SOFTMAX = ("cudnn", "flash", "varlen", "fa3", "fa4")
+
+
+def label(name: str) -> str:
+    """A provider's name as tables and plots show it."""
+    return f"{name} (softmax)" if name in SOFTMAX else name
 
 
 @dataclass(frozen=True)
@@ -38,161 +55,120 @@ class Call:
 
     leaves: tuple[Tensor, Tensor, Tensor]
     forward: Callable[[], Tensor]
-    lay_out: Callable[[Tensor], Tensor]  # a gradient of the output, from the workload's layout to the provider's
-    collect: Callable[[Results], Results]  # results, from the provider's layout to the workload's
+    lay_out: Callable[[Tensor], Tensor] = lambda d_out: d_out  # a gradient of the output, from the workload's layout
+    collect: Callable[[Results], Results] = lambda results: results  # results, to the workload's layout
 
 
-class Provider(Protocol):
-    @property
-    def name(self) -> str: ...
+class Provider:
+    """One way to compute a workload. The gate holds `budget_share` times the error budget against it."""
 
-    @property
-    def baseline(self) -> bool:
-        """Plain PyTorch is what the others are compared with: its error is shown, and it is timed whatever that is."""
+    name: str
+    # gdpa's backends are held to the budget itself. Others round where the budget does not allow a kernel to (eager rounds S), so
+    # they may err more, and their note says so; past this many times the budget they compute something else.
+    budget_share: float = 8.0
+    note: str | None = None  # what differs from the case's own function
 
-    def reason_against(self, workload: Workload) -> str | None:
-        """None where the provider can run the workload, else why it cannot."""
+    def reason_against(self, workload: Workload, gradients: bool) -> str | None:
+        """None where the provider can run the workload (with its backward, where `gradients`), else why it cannot."""
+        raise NotImplementedError
 
-    def prepare(self, workload: Workload) -> Call: ...
+    def prepare(self, workload: Workload) -> Call:
+        raise NotImplementedError
+
+    def judge(self, workload: Workload, inputs: Inputs, d_out: Tensor | None, results: Results) -> list[Verdict]:
+        """Hold results on some sequences of the workload, `inputs`, against the float64 oracle of what this provider computes."""
+        return judge(problem_of(inputs, workload.activation), inputs, d_out, results)
 
 
-@dataclass(frozen=True)
-class Gdpa:
-    """`gdpa.attention_varlen` on one named backend."""
+class Gdpa(Provider):
+    """`gdpa.attention` or `gdpa.attention_varlen` on one named backend."""
 
-    backend: str
-    baseline: bool = False
+    budget_share = 1.0
 
-    @property
-    def name(self) -> str:
-        return f"gdpa-{self.backend}"
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.name = f"gdpa-{backend}"
 
-    def reason_against(self, workload: Workload) -> str | None:
-        if self.backend == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1":
+    def reason_against(self, workload: Workload, gradients: bool) -> str | None:
+        if self.backend in ("triton", "hopper") and os.environ.get("TRITON_INTERPRET", "0") == "1":
             return "TRITON_INTERPRET=1: the interpreter is for tests, its times mean nothing"
+        if self.backend not in dispatch.BACKENDS:
+            return f"this gdpa has no backend {self.backend!r}"
         reason = dispatch.reason_against(self.backend, workload.problem)
         if reason is None and self.backend == "reference":
-            reason = _lacks_memory(workload, workload.pairs, torch.promote_types(workload.problem.dtype, torch.float32))
+            wide = torch.promote_types(workload.problem.dtype, torch.float32)
+            reason = lacks_memory(workload, workload.case.pairs, wide, gradients)
         return reason
 
     def prepare(self, workload: Workload) -> Call:
-        inputs = workload.inputs
-        q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        inputs, activation = workload.inputs, workload.activation
+        q, k, v = as_leaves(inputs.q, inputs.k, inputs.v)
 
-        def forward() -> Tensor:
-            return gdpa.attention_varlen(
-                q,
-                k,
-                v,
-                inputs.cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                activation=workload.activation,
-                backend=self.backend,
-            )
+        def dense() -> Tensor:
+            return gdpa.attention(q, k, v, activation, backend=self.backend)
 
-        return Call((q, k, v), forward, lambda d_out: d_out, lambda results: results)
+        def jagged() -> Tensor:
+            offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+            return gdpa.attention_varlen(q, k, v, *offsets, activation=activation, backend=self.backend)
+
+        return Call((q, k, v), dense if workload.case.dense else jagged)
 
 
-@dataclass(frozen=True)
-class Eager:
-    """f(scale * q @ k^T) @ v on padded (B, H, S, D) tensors with a mask over the padded keys: what one writes by hand.
-
-    The padded copies are made before the clock starts, in the layout torch.matmul likes best.
-    """
-
-    name: str = "eager"
-    baseline: bool = True
-
-    def reason_against(self, workload: Workload) -> str | None:
-        q_len, k_len = (max((n for _, n in rows), default=0) for rows in (workload.q_rows, workload.k_rows))
-        problem = workload.problem
-        return broken_products(problem) or _lacks_memory(workload, problem.batch * q_len * k_len, problem.dtype)
-
-    def prepare(self, workload: Workload) -> Call:
-        problem, inputs = workload.problem, workload.inputs
-        f = Activation.from_key(problem.activation_of(0))
-        q_len, k_len = (max((n for _, n in rows), default=0) for rows in (workload.q_rows, workload.k_rows))
-
-        def padded(x: Tensor, offsets: Tensor | None, length: int) -> Tensor:
-            full = x if offsets is None else unpack(x, offsets, length)
-            return full.transpose(-3, -2).contiguous()  # [B, H, S, D]; shared queries [H, S, D]
-
-        q = padded(inputs.q, inputs.cu_seqlens_q, q_len).detach().requires_grad_()
-        k = padded(inputs.k, inputs.cu_seqlens_k, k_len).detach().requires_grad_()
-        v = padded(inputs.v, inputs.cu_seqlens_k, k_len).detach().requires_grad_()
-        padding = None
-        if inputs.cu_seqlens_k is not None:
-            key_lengths = inputs.cu_seqlens_k.diff()
-            padding = (torch.arange(k_len, device=k.device) >= key_lengths[:, None])[:, None, None, :]
-
-        def forward() -> Tensor:
-            s = problem.scale * (q @ k.transpose(-1, -2))
-            p = f(s)
-            if padding is not None:
-                p = p.masked_fill(padding, 0)
-            return p @ v
-
-        def packed(x: Tensor | None, offsets: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            x = x.transpose(-3, -2)
-            return x.contiguous() if offsets is None else pack(x, offsets.diff())[0]
-
-        def collect(results: Results) -> Results:
-            out = packed(results.out, inputs.cu_seqlens_q)
-            assert out is not None
-            return Results(
-                out,
-                packed(results.dq, inputs.cu_seqlens_q),
-                packed(results.dk, inputs.cu_seqlens_k),
-                packed(results.dv, inputs.cu_seqlens_k),
-            )
-
-        return Call((q, k, v), forward, lambda d_out: padded(d_out, inputs.cu_seqlens_q, q_len), collect)
-
-
-def available(backends: tuple[str, ...] = dispatch.BACKENDS) -> tuple[Provider, ...]:
-    """Plain PyTorch first: it is what the others are compared with. Then gdpa's backends, fastest first."""
-    for backend in backends:
-        dispatch.check_name(backend)
-    return (Eager(), *(Gdpa(backend) for backend in dispatch.BACKENDS if backend in backends))
-
-
+@cache
 def by_name(name: str) -> Provider:
-    """The provider called this, in a process that was told its name."""
-    return Eager() if name == "eager" else Gdpa(name.removeprefix("gdpa-"))
+    """The provider of this name. The modules of the others are imported here, so that a fresh process loads what it needs."""
+    from gdpa.bench import external, plain, softmax
+
+    if name.startswith("gdpa-"):
+        return Gdpa(name.removeprefix("gdpa-"))
+    others: dict[str, type[Provider]] = {
+        "eager": plain.Eager,
+        "compile": plain.Compiled,
+        "flex": plain.Flex,
+        "cudnn": softmax.Cudnn,
+        "flash": softmax.Flash,
+        "varlen": softmax.Varlen,
+        "fa3": external.FlashAttention3,
+        "fa4": external.FlashAttention4,
+        "hstu": external.Hstu,
+        "meta-triton": external.MetaTriton,
+    }
+    return others[name]()
 
 
-def broken_products(problem: Problem) -> str | None:
-    """Why torch.matmul must not be called here in this dtype, or None. Backends that multiply in fp32 need not ask."""
-    if problem.device.type != "cpu" or problem.dtype.itemsize > 2:
-        return None
-    return _broken_cpu_products(str(problem.dtype).removeprefix("torch."))
+def chosen(names: Iterable[str] | None, gpu: bool) -> tuple[Provider, ...]:
+    """The providers asked for ("all" is every one), or the default ones of the device."""
+    listed = list(names) if names is not None else list(GPU_DEFAULT if gpu else CPU_DEFAULT)
+    if "all" in listed:
+        listed = list(NAMES)
+    for name in listed:
+        check_choice("--provider", name, (*NAMES, "all"))
+    return tuple(by_name(name) for name in dict.fromkeys(listed))
 
 
-@lru_cache(maxsize=2)
-def _broken_cpu_products(dtype: str) -> str | None:
-    """Tried in another process: where a virtual machine announces AMX without its tiles, the product dies of SIGILL."""
-    product = f"import torch; a = torch.ones(4, 256, 256, dtype=torch.{dtype}); a @ a"
-    done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=120)
-    if done.returncode == 0:
-        return None
-    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
-    return f"torch.matmul in {dtype} ends the process with {how} on this CPU; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 may avoid it"
+def as_leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors, on the same memory, as leaves that ask for gradients."""
+    return q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
 
 
-def _lacks_memory(workload: Workload, pairs: int, dtype: torch.dtype) -> str | None:
-    """Asked on a CPU only, where the system ends a process that takes too much; a GPU's allocator raises an error."""
-    if workload.problem.device.type != "cpu":
-        return None
-    free = _free_bytes()
-    needed = SCORE_MATRICES * pairs * workload.problem.heads * dtype.itemsize
+# Plain PyTorch holds S, its scaled copy and P at once; for backward also the mask's copy and the gradients beside them.
+MATRICES = {False: 3, True: 5}
+
+
+def lacks_memory(workload: Workload, pairs: int, dtype: torch.dtype, gradients: bool) -> str | None:
+    """Why score matrices of so many pairs do not fit, or None. Asked beforehand: a CPU's system ends a process that takes too
+    much, and on a GPU the attempt would take the others' time."""
+    needed = MATRICES[gradients] * pairs * workload.problem.heads * dtype.itemsize
+    free = free_bytes(workload.problem.device)
     if free is None or needed < free:
         return None
-    return f"out of memory: needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+    return f"out of memory: needs {needed / 1e9:.3g} GB for its score matrices, {free / 1e9:.3g} GB are free"
 
 
-def _free_bytes() -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         with open("/proc/meminfo") as file:
             for line in file:
@@ -203,13 +179,9 @@ def _free_bytes() -> int | None:
     return None
 
 
-def nearest(name: str, names: tuple[str, ...]) -> str:
-    """`; did you mean ...?` where a known name is close."""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def check_choice(argument: str, value: str, names: tuple[str, ...]) -> str:
     if value not in names:
-        raise GdpaError(f"{argument}: expected one of {', '.join(names)}, got {value!r}{nearest(value, names)}")
+        close = difflib.get_close_matches(value, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise GdpaError(f"{argument}: expected one of {', '.join(names)}, got {value!r}{hint}")
     return value

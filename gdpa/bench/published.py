@@ -26,7 +26,7 @@ from torch import Tensor
 
 import gdpa
 from gdpa.activations import resolve
-from gdpa.bench.report import header
+from gdpa.bench.machine import header
 from gdpa.bench.timing import clock, release
 from gdpa.data import traffic
 from gdpa.jagged import offsets_from_lengths
@@ -190,8 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [shape for shape in SHAPES if not options.case or shape.name in options.case]
     activations = options.activation or ["silu", "gelu_tanh"]
-    report: dict[str, Any] = {"header": header(device), "rows": []}
-    report["header"]["command"] = " ".join(["python -m gdpa.bench.published", *(sys.argv[1:] if arguments is None else arguments)])
+    command = " ".join(["python -m gdpa.bench.published", *(sys.argv[1:] if arguments is None else arguments)])
+    report: dict[str, Any] = {"header": header(device, command), "rows": []}
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(shapes) * len(activations))

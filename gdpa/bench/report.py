@@ -1,26 +1,18 @@
-"""What is shown: rows, the header that says where they come from, the JSON file and the tables."""
+"""What a run leaves: its rows, the header that says where they come from, and the JSON file that holds both."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
-from itertools import groupby
+import statistics
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from gdpa.errors import GdpaError
 
-import gdpa
+# Lists beside the rows, in the file where they were asked for.
+EXTRAS = ("cold", "graph", "schedule")
 
 
 @dataclass
@@ -28,17 +20,31 @@ class Row:
     """One (case, mode, activation, provider). A field is None where there is no figure; `note` then says why."""
 
     case: str
-    mode: str  # forward, backward, or cold: the first forward and backward of a process
+    mode: str  # forward, backward, or both: forward and backward as one
     activation: str
     provider: str
     ms: float | None = None
     spread: float | None = None  # interquartile range / median
     tflops: float | None = None
+    floor_ms: float | None = None
+    fraction_of_floor: float | None = None
+    host_us: float | None = None
     peak_bytes: int | None = None
     error: float | None = None  # relative, in the Frobenius norm, against the float64 oracle: the worst tensor's
-    budget_used: float | None = None  # of what gdpa.numerics allows: the worst tensor's
     note: str | None = None
     failed: bool = field(default=False, repr=False)  # a wrong result or an unexpected error, as opposed to an empty cell
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.case, self.mode, self.activation, self.provider
+
+    def add_note(self, text: str | None) -> None:
+        if text:
+            self.note = f"{self.note}; {text}" if self.note else text
+
+    def fail(self, reason: str) -> None:
+        """No figure, for this reason."""
+        self.note, self.failed = reason, not reason.startswith("out of memory")
 
     def as_json(self) -> dict[str, Any]:
         row = asdict(self)
@@ -46,16 +52,35 @@ class Row:
         return row
 
 
+KEYS = tuple(f.name for f in fields(Row) if f.name != "failed")
+
+
 @dataclass
 class Report:
     header: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
+    cold: list[dict[str, Any]] = field(default_factory=list)
+    graph: list[dict[str, Any]] = field(default_factory=list)
+    schedule: list[dict[str, Any]] = field(default_factory=list)
+    rates: list[tuple[float, float]] = field(default_factory=list)  # (R, W) of every group of rounds
+
+    def add(self, row: Row) -> None:
+        """One row per (case, mode, activation, provider): a new one takes the place of an older one."""
+        self.rows = [other for other in self.rows if other.key != row.key]
+        self.rows.append(row)
+
+    def as_json(self) -> dict[str, Any]:
+        header = dict(self.header)
+        if self.rates:
+            header["R"] = _range([rate / 1e12 for rate, _ in self.rates], "TFLOP/s")
+            header["W"] = _range([bandwidth / 1e12 for _, bandwidth in self.rates], "TB/s")
+        data: dict[str, Any] = {"header": header, "rows": [row.as_json() for row in self.rows]}
+        return data | {name: getattr(self, name) for name in EXTRAS if getattr(self, name)}
 
     def write(self, path: Path) -> None:
         """Replace the file in one step, so that an interrupted run leaves whole JSON."""
-        text = json.dumps({"header": self.header, "rows": [row.as_json() for row in self.rows]}, indent=1)
         partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(text + "\n")
+        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
         partial.replace(path)
 
     @property
@@ -63,133 +88,42 @@ class Report:
         return any(row.failed for row in self.rows)
 
 
-def header(device: torch.device, command: list[str] | None = None) -> dict[str, Any]:
-    """Where figures come from: the machine, the versions and the command."""
-    return {
-        "machine": machine(),
-        "device": device_name(device),
-        "versions": versions(),
-        "threads": torch.get_num_threads(),
-        "commit": commit(),
-        "command": shlex.join(["gdpa", *(sys.argv[1:] if command is None else command)]),
-    }
+def _range(values: list[float], unit: str) -> dict[str, Any]:
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "unit": unit}
 
 
-def machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {cpu_name()}, {os.cpu_count()} logical cores"
-
-
-def cpu_name() -> str:
+def load(path: Path, argument: str) -> dict[str, Any]:
+    """A file that `Report.write` has made; `argument` is the option that named it."""
+    data: dict[str, Any]
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown processor"
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise GdpaError(f"{argument}: expected a file that can be read, got {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise GdpaError(f"{argument}: expected JSON, got {path}: {error}") from None
+    rows = data.get("rows") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not isinstance(data.get("header"), dict):
+        raise GdpaError(f"{argument}: expected a file of gdpa bench, {{header, rows}}, got {path}")
+    for row in rows:
+        if not isinstance(row, dict) or not set(KEYS) <= set(row):
+            raise GdpaError(f"{argument}: expected rows with {', '.join(KEYS)}, got {path}")
+    return data
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_name() if device.type == "cpu" else str(device)
+# What must be the same for rows of two runs to stand in one table.
+SAME = ("device", "dtype", "batch", "heads", "dim", "seed", "versions")
 
 
-def versions() -> dict[str, str | None]:
-    return {
-        "gdpa": gdpa.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed_version("triton"),
-        "cuda": torch.version.cuda,
-    }
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; None outside one."""
-    root = Path(gdpa.__file__).parent.parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-
-    try:
-        if not (root / ".git").exists():
-            return None
-        return git("rev-parse", "HEAD") + ("-modified" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def show(report: Report, console: Console) -> None:
-    """One table per case and activation, with the notes under it."""
-    cases = report.header.get("cases", {})
-    for (case, activation), group in groupby(report.rows, key=lambda row: (row.case, row.activation)):
-        rows = list(group)
-        console.print(f"[bold]{case}, {activation}[/bold]")
-        if case in cases:
-            console.print(f"[dim]{cases[case]['summary']}[/dim]")
-        console.print(_table(rows))
-        notes = dict.fromkeys((row.provider, row.note, row.failed) for row in rows if row.note)
-        for provider, note, failed in notes:
-            console.print(f"{provider}: {note}", style="red" if failed else "dim", markup=False)
-        console.print()
-
-
-def _table(rows: list[Row]) -> Table:
-    """Sized for 80 columns."""
-    unit, per_tflops = ("GFLOP/s", 1e3) if max((row.tflops or 0 for row in rows), default=0) < 1 else ("TFLOP/s", 1)
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    for name in ("", "provider"):
-        table.add_column(name, no_wrap=True)
-    for name in ("time", "spread", "vs eager", unit, "memory", "error", "budget"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for mode, group in groupby(rows, key=lambda row: row.mode):
-        members = list(group)
-        eager = next((row.ms for row in members if row.provider == "eager"), None)
-        for index, row in enumerate(members):
-            table.add_row(
-                mode if index == 0 else "",
-                row.provider,
-                duration(row.ms),
-                "" if row.spread is None else f"{row.spread:.0%}",
-                f"{eager / row.ms:.2f}x" if eager and row.ms and row.provider != "eager" else "",
-                "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}",
-                size(row.peak_bytes),
-                "" if row.error is None else f"{row.error:.1e}",
-                "" if row.budget_used is None else f"{row.budget_used:.0%}",
-                style="red" if row.failed else ("dim" if row.ms is None else None),
-            )
-        table.add_section()
-    return table
-
-
-def duration(ms: float | None) -> str:
-    if ms is None:
-        return "-"
-    return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
-
-
-def size(count: int | None) -> str:
-    if count is None:
-        return ""
-    value = float(count)
-    for unit in ("B", "KB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"
-
-
-def lines(facts: Iterable[tuple[str, str]]) -> str:
-    """`name   value` lines with the values aligned."""
-    pairs = list(facts)
-    width = max(len(name) for name, _ in pairs)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
+def resume(path: Path, header: dict[str, Any]) -> Report:
+    """The rows that an earlier run left in the file, under this run's header; cells without a figure are tried again."""
+    if not path.exists():
+        return Report(header)
+    data = load(path, "--resume")
+    for name in SAME:
+        old, new = data["header"].get(name), header[name]
+        if old != new:
+            raise GdpaError(f"--resume: expected {path} to hold {name} {new!r} as this run, got {old!r}; give another --json file")
+    rows = [Row(**{key: row[key] for key in KEYS}) for row in data["rows"] if row["ms"] is not None]
+    kept = {name: data.get(name, []) for name in EXTRAS}
+    commands = f"{data['header'].get('command')}; then {header['command']}"
+    return Report({**header, "command": commands, "cases": data["header"].get("cases", {})}, rows, **kept)

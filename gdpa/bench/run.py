@@ -1,42 +1,53 @@
-"""The run: for every case, gate each provider against the oracle, then measure those that passed, side by side."""
+"""The run: for every case and activation, gate each provider against the oracle, then measure those that passed, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdpa.bench import fresh, timing
-from gdpa.bench.cases import MODES, Case, Mode, Workload, build, problem_of
+from gdpa.bench import extras, fresh, timing
+from gdpa.bench.cases import Case, Mode, Workload, build
+from gdpa.bench.gate import Entry, enter
+from gdpa.bench.plain import broken_cpu_products
 from gdpa.bench.providers import Call, Provider
-from gdpa.bench.report import Report, Row, size
-from gdpa.jagged import offsets_from_lengths
-from gdpa.numerics import Inputs, Results, Verdict, judge
+from gdpa.bench.report import Report, Row
 
-# The gate looks at this many sequences of the full-size run: the shortest, the longest, and evenly between.
-GATED_SEQUENCES = 8
-# What the gate and the memory run of a provider take, in steps of the progress bar.
-GATE_STEPS = 4
+# What drawing a case's data, a provider's gate and one fresh process take, in steps of the progress bar: seconds, about.
+DRAW_STEPS, GATE_STEPS, FRESH_STEPS = 0.5, 0.5, 4.0
 
 
 @dataclass(frozen=True)
 class Plan:
     cases: tuple[Case, ...]
     activations: tuple[str, ...]
+    modes: tuple[Mode, ...]
     providers: tuple[Provider, ...]
     dtype: torch.dtype
     device: torch.device
     effort: timing.Effort
-    fresh: bool = True  # measure what needs processes of their own: cold first calls and, on a CPU, memory
+    memory: bool = False
+    cold: bool = False
+    graph: bool = False
+    schedule: bool = False
+    done: frozenset[tuple[str, str, str, str]] = field(default_factory=frozenset)  # rows a resumed run has already
+
+    @property
+    def gradients(self) -> bool:
+        return self.modes != ("forward",)
 
     @property
     def steps(self) -> float:
-        """The length of the progress bar, in units of about a second on a CPU."""
-        workloads = len(self.cases) * len(self.activations)
-        cold_starts = len(cold_providers(self.providers)) if self.fresh else 0
-        return workloads * (GATE_STEPS * len(self.providers) + len(MODES) * self.effort.seconds + 4 * cold_starts)
+        """The length of the progress bar, in seconds, about."""
+        per_provider = GATE_STEPS + FRESH_STEPS * (self.cold + (self.memory and self.device.type == "cpu"))
+        per_activation = len(self.modes) * self.effort.seconds + len(self.providers) * per_provider
+        return len(self.cases) * (DRAW_STEPS + len(self.activations) * per_activation)
+
+    def missing(self, case: str, activation: str, mode: str) -> tuple[Provider, ...]:
+        return tuple(p for p in self.providers if (case, mode, activation, p.name) not in self.done)
 
 
 class Progress:
@@ -45,237 +56,186 @@ class Progress:
     def step(self, text: str, done: float) -> None:
         """`done` of the plan's steps are behind us, and `text` is what comes now."""
 
-    def finished(self, case: str) -> None: ...
+    def finished(self, text: str) -> None: ...
+
+
+class Run:
+    """A plan being carried out. `save` is called after each group of rows, so that little is lost on a stop."""
+
+    def __init__(
+        self, plan: Plan, report: Report, progress: Progress | None = None, save: Callable[[], None] = lambda: None
+    ) -> None:
+        self.plan, self.report, self.save = plan, report, save
+        self.progress = progress or Progress()
+        self.steps_done = 0.0
+        dtype = str(plan.dtype).removeprefix("torch.")
+        broken = plan.device.type == "cpu" and plan.dtype.itemsize < 4 and broken_cpu_products(dtype) is not None
+        self.hardware = timing.Hardware.of(plan.device, plan.dtype, products=not broken)
+
+    def __call__(self) -> None:
+        plan = self.plan
+        for case in plan.cases:
+            groups = [(a, m) for a in plan.activations for m in plan.modes if plan.missing(case.name, a, m)]
+            if not groups and not (plan.cold or plan.graph or plan.schedule):
+                self._advance(plan.steps / len(plan.cases))
+                continue
+            self.progress.step(f"{case.name}: drawing the data", self.steps_done)
+            try:
+                workload = build(case, plan.activations[0], plan.dtype, plan.device)
+            except Exception as error:
+                if not timing.out_of_memory(error):
+                    raise
+                timing.release()
+                self._no_room(case)
+                self._advance(plan.steps / len(plan.cases))
+                continue
+            self._advance(DRAW_STEPS)
+            for activation in plan.activations:
+                self._activation(workload.with_activation(activation))
+            # The next case's tensors, and a cold call's process, need the device's memory.
+            del workload
+            timing.release()
+            if plan.cold:
+                self._cold(case)
+
+    def _advance(self, steps: float) -> None:
+        self.steps_done += steps
+
+    def _no_room(self, case: Case) -> None:
+        for activation in self.plan.activations:
+            for mode in self.plan.modes:
+                for provider in self.plan.missing(case.name, activation, mode):
+                    self.report.add(Row(case.name, mode, activation, provider.name, note="out of memory: the case's own tensors"))
+
+    def _activation(self, workload: Workload) -> None:
+        plan, label = self.plan, f"{workload.case.name} {workload.activation}"
+        wanted = {p.name for m in plan.modes for p in plan.missing(workload.case.name, workload.activation, m)}
+        entries: dict[str, Entry] = {}
+        for provider in plan.providers:
+            if provider.name in wanted or plan.graph:
+                self.progress.step(f"{label}: {provider.name}, checking against the oracle", self.steps_done)
+                entries[provider.name] = enter(provider, workload, plan.gradients)
+            self._advance(GATE_STEPS)
+        for mode in plan.modes:
+            names = [p.name for p in plan.missing(workload.case.name, workload.activation, mode)]
+            if names:
+                for row in self._measure(workload, mode, {name: entries[name] for name in names}):
+                    self.report.add(row)
+                self.save()
+            self._advance(plan.effort.seconds)
+        if plan.graph:
+            for entry in entries.values():
+                self.report.graph += extras.graph_rows(workload, entry, plan.modes)
+            self.save()
+        if plan.schedule and workload.activation == plan.activations[0]:
+            self.report.schedule.append(extras.schedule_row(workload, self.report))
+            self.save()
+        self.progress.finished(label)
+
+    def _measure(self, workload: Workload, mode: Mode, entries: dict[str, Entry]) -> list[Row]:
+        """The rows of one (workload, mode): memory in a run of its own, then time in interleaved rounds."""
+        plan, base = self.plan, self.steps_done
+        rows = {name: self._row(workload, mode, entry) for name, entry in entries.items()}
+        calls = {name: e.call for name, e in entries.items() if e.call is not None and not rows[name].failed}
+        d_outs = {name: call.lay_out(workload.d_out) for name, call in calls.items()}
+
+        def on_step(name: str, share: float) -> None:
+            if name in entries:
+                text = f"{workload.case.name} {workload.activation}: {name}, {mode}"
+                self.progress.step(text, base + share * plan.effort.seconds)
+
+        if plan.memory:
+            for name in list(calls):
+                on_step(name, 0.0)
+                try:
+                    rows[name].peak_bytes = self._peak(workload, mode, entries[name], calls[name], d_outs[name])
+                except Exception as error:
+                    timing.release()
+                    rows[name].fail(str(error) if isinstance(error, fresh.FreshProcessFailed) else timing.describe_failure(error))
+                    del calls[name]
+        if not calls:
+            return list(rows.values())
+        tasks = {name: timing.task_of(call, mode, d_outs[name]) for name, call in calls.items()}
+        yardsticks = self.hardware.tasks
+        samples = timing.interleaved(
+            {**tasks, **yardsticks}, plan.device, plan.effort, self.hardware.filler, on_step, always=yardsticks
+        )
+        rates = self.hardware.rates(samples)
+        if rates is not None:
+            self.report.rates.append(rates)
+        for name, task in tasks.items():
+            self._fill(rows[name], workload.case, mode, samples[name], rates)
+            if rows[name].ms is not None:
+                try:
+                    rows[name].host_us = timing.host_us(task, plan.device, rows[name].ms or 0.0)
+                except Exception as error:
+                    timing.release()
+                    rows[name].add_note(f"host time: {timing.describe_failure(error)}")
+        return list(rows.values())
+
+    def _row(self, workload: Workload, mode: Mode, entry: Entry) -> Row:
+        """What the gate says: the error, and no time where it is red."""
+        row = Row(workload.case.name, mode, workload.activation, entry.provider.name)
+        judged, wrong, over = entry.judged(mode), entry.wrong(mode), entry.over(mode)
+        if judged:
+            row.error = max(verdict.relative for verdict in judged)
+        if entry.call is None:
+            row.note, row.failed = entry.note, entry.failed
+        elif wrong:
+            row.fail(f"wrong, not timed: {'; '.join(map(str, wrong))}")
+        else:
+            row.add_note(entry.provider.note)
+            if over:
+                row.add_note(f"over gdpa's error budget: {', '.join(verdict.name for verdict in over)}")
+        return row
+
+    def _fill(self, row: Row, case: Case, mode: Mode, samples: timing.Samples, rates: tuple[float, float] | None) -> None:
+        if samples.failure is not None:
+            row.fail(samples.failure)
+            return
+        if not samples.ms:
+            row.fail("failed: no round was timed")
+            return
+        row.ms, row.spread = samples.median, samples.spread
+        row.tflops = case.flops(mode) / row.ms / 1e9
+        if rates is not None:
+            row.floor_ms = case.floor_ms(mode, self.plan.dtype.itemsize, *rates)
+            row.fraction_of_floor = row.floor_ms / row.ms
+        if samples.noise is not None and samples.noise > timing.NOISE:
+            row.add_note(f"noisy: its even and odd rounds differ by {samples.noise:.0%}")
+
+    def _peak(self, workload: Workload, mode: Mode, entry: Entry, call: Call, d_out: Tensor) -> int | None:
+        problem = workload.problem
+        if problem.device.type != "cpu":
+            return timing.gpu_peak_bytes(call, mode, d_out)
+        if entry.cpu_peaks is None:
+            gradients = self.plan.gradients
+            entry.cpu_peaks = fresh.peak_bytes(workload.case, workload.activation, problem.dtype, entry.provider.name, gradients)
+        return None if entry.cpu_peaks is None else entry.cpu_peaks[mode]
+
+    def _cold(self, case: Case) -> None:
+        timed = {(r.case, r.activation, r.provider) for r in self.report.rows if r.ms is not None}
+        for activation in self.plan.activations:
+            for provider in self.plan.providers:
+                if (case.name, activation, provider.name) in timed and provider.name not in extras.NOTHING_TO_COMPILE:
+                    self.progress.step(f"{case.name} {activation}: {provider.name}, cold first call", self.steps_done)
+                    self.report.cold.append(extras.cold_row(case, activation, self.plan.dtype, self.plan.device, provider))
+                self._advance(FRESH_STEPS)
+        self.save()
 
 
 def run(plan: Plan, report: Report, progress: Progress | None = None, save: Callable[[], None] = lambda: None) -> None:
-    """Add the plan's rows to the report. `save` is called after each group of rows, so little is lost on a stop."""
-    progress = progress or Progress()
-    done = 0.0
-    for case in plan.cases:
-        for activation in plan.activations:
-            label = f"{case.name} {activation}"
-            progress.step(f"{label}: drawing the data", done)
-            try:
-                workload = build(case, activation, plan.dtype, plan.device)
-            except torch.OutOfMemoryError:
-                report.rows += [_empty(case.name, m, activation, p, "out of memory") for m in MODES for p in plan.providers]
-                done += GATE_STEPS * len(plan.providers) + len(MODES) * plan.effort.seconds
-                continue
-            report.header.setdefault("cases", {})[case.name] = {**case.facts(), "summary": summary(workload)}
-
-            entries: dict[str, Entry] = {}
-            for provider in plan.providers:
-                progress.step(f"{label}: {provider.name}, checking against the oracle", done)
-                entries[provider.name] = enter(provider, workload)
-                done += GATE_STEPS
-            for mode in MODES:
-                base = done
-
-                def on_step(name: str, share: float, mode: Mode = mode, label: str = label, base: float = base) -> None:
-                    progress.step(f"{label}: {name}, {mode}", base + share * plan.effort.seconds)
-
-                report.rows += measure(workload, mode, entries, plan, on_step)
-                done += plan.effort.seconds
-                save()
-            runnable = [p for p in cold_providers(plan.providers) if entries[p.name].call is not None]
-            # The cold call's process needs the device's memory too.
-            del workload
-            entries.clear()
-            timing.release()
-            if plan.fresh:
-                for provider in cold_providers(plan.providers):
-                    if provider in runnable:
-                        progress.step(f"{label}: {provider.name}, cold first call", done)
-                        report.rows.append(cold_row(case, activation, plan, provider))
-                    done += 4
-                save()
-            progress.finished(label)
+    """Add the plan's rows to the report."""
+    Run(plan, report, progress, save)()
 
 
-@dataclass
-class Entry:
-    """A provider on one workload: ready with its verdicts, or the reason why it is not."""
-
-    provider: Provider
-    call: Call | None = None
-    verdicts: tuple[Verdict, ...] = ()
-    note: str | None = None
-    failed: bool = False
-    cpu_peaks: dict[Mode, int] | None = None  # of both modes, measured with the first
-
-
-def enter(provider: Provider, workload: Workload) -> Entry:
-    """Make a provider ready and hold its results to the error budget."""
-    try:
-        reason = provider.reason_against(workload)
-        if reason is not None:
-            return Entry(provider, note=reason)
-        call = provider.prepare(workload)
-        verdicts = tuple(gate(workload, call))
-    except Exception as error:
-        timing.release()
-        note = timing.describe_failure(error)
-        return Entry(provider, note=note, failed=note != "out of memory")
-    wrong = [verdict for verdict in verdicts if not verdict.passed]
-    if not wrong:
-        return Entry(provider, call, verdicts)
-    finite = all(verdict.relative < float("inf") for verdict in verdicts)
-    if provider.baseline and finite:
-        # Plain PyTorch rounds every intermediate to the dtype, S included, which the budget does not allow a kernel.
-        return Entry(provider, call, verdicts, note=f"over the budget: {', '.join(v.name for v in wrong)}")
-    return Entry(provider, None, verdicts, note=f"wrong, not timed: {'; '.join(map(str, wrong))}", failed=True)
-
-
-def measure(
-    workload: Workload,
-    mode: Mode,
-    entries: dict[str, Entry],
-    plan: Plan,
-    on_step: Callable[[str, float], None] = lambda name, share: None,
-) -> list[Row]:
-    """The rows of one (workload, mode): memory in a run of its own, then time in interleaved rounds."""
-    calls = {name: entry.call for name, entry in entries.items() if entry.call is not None}
-    d_outs = {name: call.lay_out(workload.d_out) for name, call in calls.items()}
-    peaks: dict[str, int | None] = {}
-    failures: dict[str, str] = {}
-    for name, call in list(calls.items()):
-        on_step(name, 0.0)
-        try:
-            peaks[name] = _peak(workload, mode, entries[name], call, d_outs[name], plan.fresh)
-        except fresh.FreshProcessFailed as error:
-            failures[name] = str(error)
-        except Exception as error:
-            timing.release()
-            failures[name] = timing.describe_failure(error)
-        if name in failures:
-            del calls[name]
-    samples = timing.interleaved(calls, mode, d_outs, plan.effort, on_step)
-
-    rows = []
-    for name, entry in entries.items():
-        row = Row(workload.case.name, mode, workload.activation, name, note=entry.note, failed=entry.failed)
-        judged = [v for v in entry.verdicts if (v.name == "out") == (mode == "forward")]
-        if judged:
-            row.error = max(v.relative for v in judged)
-            row.budget_used = max(v.budget_used for v in judged)
-        failure = failures.get(name) or (samples[name].failure if name in samples else None)
-        if failure is not None:
-            row.note, row.failed = failure, failure != "out of memory"
-        elif name in samples:
-            row.ms, row.spread = samples[name].median, samples[name].spread
-            row.tflops = workload.flops(mode) / row.ms / 1e9
-            row.peak_bytes = peaks[name]
-        rows.append(row)
-    return rows
-
-
-def _peak(workload: Workload, mode: Mode, entry: Entry, call: Call, d_out: Tensor, may_start: bool) -> int | None:
-    problem = workload.problem
-    if problem.device.type != "cpu":
-        return timing.gpu_peak_bytes(call, mode, d_out)
-    if entry.cpu_peaks is None and may_start:
-        entry.cpu_peaks = fresh.peak_bytes(workload.case, workload.activation, problem.dtype, entry.provider.name)
-    return None if entry.cpu_peaks is None else entry.cpu_peaks[mode]
-
-
-def gate(workload: Workload, call: Call) -> list[Verdict]:
-    """Judge a full-size forward and backward on a sample of its sequences.
-
-    Sequences are independent, so the oracle needs only the sampled ones. The others get a zero gradient: that of
-    shared queries, which sums over the batch, then is that of the sampled sequences alone.
-    """
-    chosen = sampled(workload)
-    d_out = torch.zeros_like(workload.d_out)
-    for b in chosen:
-        rows = _output_rows(workload, b)
-        d_out[rows] = workload.d_out[rows]
-    out = call.forward()
-    grads = torch.autograd.grad(out, call.leaves, call.lay_out(d_out))
-    results = call.collect(Results(out.detach(), *grads))
-    for name, result in zip(Results._fields, results, strict=True):
-        if result is not None and not bool(torch.isfinite(result).all()):
-            raise ValueError(f"{name} holds NaN or Inf")
-    inputs, d_out, part = restrict(workload, chosen, results)
-    return judge(problem_of(inputs, workload.activation), inputs, d_out, part)
-
-
-def sampled(workload: Workload, count: int = GATED_SEQUENCES) -> list[int]:
-    """Sequences to look at: by size, the extremes and evenly between."""
-    sizes = [q_len * k_len for (_, q_len), (_, k_len) in zip(workload.q_rows, workload.k_rows, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda b: sizes[b])
-    count = min(count, len(order))
-    places = {round(i * (len(order) - 1) / max(count - 1, 1)) for i in range(count)}
-    return sorted(order[place] for place in places)
-
-
-def restrict(workload: Workload, chosen: list[int], results: Results) -> tuple[Inputs, Tensor, Results]:
-    """The problem of the chosen sequences alone, with the part of the results that belongs to them."""
-    inputs = workload.inputs
-
-    def part(x: Tensor, rows: list[tuple[int, int]], offsets: Tensor | None, per_sequence: bool) -> Tensor:
-        if offsets is not None:
-            return torch.cat([x[rows[b][0] : rows[b][0] + rows[b][1]] for b in chosen])
-        return x[chosen] if per_sequence else x
-
-    def offsets_of(rows: list[tuple[int, int]], offsets: Tensor | None) -> Tensor | None:
-        if offsets is None:
-            return None
-        return offsets_from_lengths(torch.tensor([rows[b][1] for b in chosen])).to(offsets.device)
-
-    def queries(x: Tensor) -> Tensor:
-        return part(x, workload.q_rows, inputs.cu_seqlens_q, per_sequence=x.dim() == 4)
-
-    def keys(x: Tensor) -> Tensor:
-        return part(x, workload.k_rows, inputs.cu_seqlens_k, per_sequence=True)
-
-    small = Inputs(
-        queries(inputs.q),
-        keys(inputs.k),
-        keys(inputs.v),
-        offsets_of(workload.q_rows, inputs.cu_seqlens_q),
-        offsets_of(workload.k_rows, inputs.cu_seqlens_k),
-    )
-    out, dq, dk, dv = results
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
-    return small, queries(workload.d_out), Results(queries(out), queries(dq), keys(dk), keys(dv))
-
-
-def _output_rows(workload: Workload, b: int) -> slice:
-    if workload.inputs.cu_seqlens_q is None:
-        return slice(b, b + 1)
-    start, length = workload.q_rows[b]
-    return slice(start, start + length)
-
-
-def cold_providers(providers: Iterable[Provider]) -> list[Provider]:
-    """The backends people wait for; plain PyTorch and the reference have nothing to compile."""
-    return [provider for provider in providers if provider.name not in ("eager", "gdpa-reference")]
-
-
-def cold_row(case: Case, activation: str, plan: Plan, provider: Provider) -> Row:
-    row = _empty(case.name, "cold", activation, provider, None)
-    try:
-        row.ms = fresh.first_call_ms(case, activation, plan.dtype, plan.device, provider.name)
-    except fresh.FreshProcessFailed as error:
-        row.note, row.failed = str(error), True
-    return row
-
-
-def _empty(case: str, mode: str, activation: str, provider: Provider, note: str | None) -> Row:
-    return Row(case, mode, activation, provider.name, note=note)
-
-
-def summary(workload: Workload) -> str:
-    """One line about the size of a workload."""
-    problem = workload.problem
-    lengths = [n for _, n in (workload.q_rows if workload.inputs.cu_seqlens_q is not None else workload.k_rows)]
-    other = {"self": "", "pma": f", {problem.query_rows} shared seeds", "pffn": f", {problem.key_rows} keys each"}
-    return (
-        f"batch {problem.batch}, {problem.heads} heads, dimension {problem.head_dim}, {str(problem.dtype)[6:]}, "
-        f"lengths {min(lengths, default=0)} to {max(lengths, default=0)}{other[workload.case.kind]}\n"
-        f"forward {workload.flops('forward') / 1e9:.3g} GFLOP, {size(workload.bytes('forward'))}; "
-        f"backward {workload.flops('backward') / 1e9:.3g} GFLOP, {size(workload.bytes('backward'))}"
-    )
+def summary(case: Case, itemsize: int) -> dict[str, Any]:
+    """A case for the header: what it is drawn from and how much work it is."""
+    modes: tuple[Mode, ...] = ("forward", "backward")
+    return {
+        **case.facts(),
+        "rows": int(case.drawn.sum()),
+        "pairs": case.pairs,
+        "flops": {mode: case.flops(mode) for mode in modes},
+        "bytes": {mode: case.bytes(mode, itemsize) for mode in modes},
+    }

@@ -1,13 +1,14 @@
-"""How it is measured: time by rounds over all providers, memory in a run of its own.
+"""How it is measured: time by rounds over everything that is compared, memory in a run of its own.
 
-Time. Each round runs every provider once, so that a change of the machine's speed falls on all of them; the figure is
-the median over rounds and the spread the interquartile range over the median. On a GPU the clock is a pair of CUDA
-events, and an untimed call goes before them, so that the device is busy while the timed part is being queued and the
-allocator has its blocks.
+Time. Each round runs every provider once, and with them the two yardsticks of the hardware (a matmul and a copy), so that a change
+of the machine's speed falls on all of them; the figure is the median over rounds and the spread the interquartile range over the
+median. On a GPU the clock is a pair of CUDA events. Before them go one untimed call (it brings the allocator's blocks back) and a
+matmul that keeps the device busy while the timed part is queued, so that what is measured is the device's time; the host's is a
+figure of its own. Calls shorter than SHORT_MS are repeated between the events.
 
-Memory. The peak during one call beyond what was there before it: the output, the gradients and every temporary.
-`backward` covers the forward that precedes it, since what that one keeps is what training pays for. On a GPU torch's
-allocator tells; on a CPU see fresh.py.
+Memory. The peak during one call beyond what was there before it: the output, the gradients and every temporary. `backward` covers
+the forward that precedes it, since what that one keeps is what training pays for. On a GPU torch's allocator tells; on a CPU see
+fresh.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,15 @@ from torch import Tensor
 
 from gdpa.bench.cases import Mode
 from gdpa.bench.providers import Call
+
+SHORT_MS = 0.2
+MOST_REPEATS = 8
+# The even and the odd rounds are two measurements of the same thing: medians further apart than this make a row noisy.
+NOISE = 0.03
+LEAST_ROUNDS_FOR_NOISE = 6
+HOST_CALLS, HOST_SECONDS = 20, 0.15
+
+Work = Callable[[], object]
 
 
 @dataclass
@@ -44,6 +54,14 @@ class Samples:
         first, _, third = statistics.quantiles(self.ms, n=4, method="inclusive")
         return (third - first) / self.median
 
+    @property
+    def noise(self) -> float | None:
+        """How far apart the medians of the even and the odd rounds are, as a fraction; None where rounds are too few to say."""
+        if len(self.ms) < LEAST_ROUNDS_FOR_NOISE:
+            return None
+        even, odd = statistics.median(self.ms[::2]), statistics.median(self.ms[1::2])
+        return abs(even - odd) / self.median
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -53,45 +71,60 @@ class Effort:
     """
 
     seconds: float
-    least_rounds: int = 3
-    most_rounds: int = 25
+    least_rounds: int = 6
+    most_rounds: int = 40
 
 
-def once(call: Call, mode: Mode, d_out: Tensor, twice: bool = False) -> float:
-    """Milliseconds of one forward, or of one backward after an untimed forward; `twice` makes the whole call untimed before."""
-    device = d_out.device
-    if mode == "forward":
+@dataclass(frozen=True)
+class Task:
+    """Something to time: `setup(repeats)` does what is not timed and returns what is, to be called `repeats` times."""
+
+    setup: Callable[[int], Work]
+
+
+def task_of(call: Call, mode: Mode, d_out: Tensor) -> Task:
+    def forward() -> Tensor:
         with torch.no_grad():
-            if twice:
-                call.forward()
-            return clock(call.forward, device)
-    if twice:
-        torch.autograd.grad(call.forward(), call.leaves, d_out)
-    out = call.forward()
-    return clock(lambda: torch.autograd.grad(out, call.leaves, d_out), device)
+            return call.forward()
+
+    def backward(repeats: int) -> Work:
+        out = call.forward()
+        # Keeping the graph is for repeats only: compiled code reuses the buffers of a graph that is let go.
+        return lambda: torch.autograd.grad(out, call.leaves, d_out, retain_graph=repeats > 1)
+
+    if mode == "forward":
+        return Task(lambda repeats: forward)
+    if mode == "backward":
+        return Task(backward)
+    return Task(lambda repeats: lambda: torch.autograd.grad(call.forward(), call.leaves, d_out))
 
 
 def interleaved(
-    calls: dict[str, Call],
-    mode: Mode,
-    d_outs: dict[str, Tensor],
+    tasks: dict[str, Task],
+    device: torch.device,
     effort: Effort,
+    filler: Work | None = None,
     on_step: Callable[[str, float], None] = lambda name, share: None,
+    always: Iterable[str] = (),
 ) -> dict[str, Samples]:
-    """Time every call in turn, round after round. `on_step` hears each provider's turn and the share of the work done.
+    """Time every task in turn, round after round. `on_step` hears each one's turn and the share of the work done.
 
-    A provider that fails (out of memory) leaves the rotation with its reason; the others go on.
+    A task that fails (out of memory) leaves the rotation with its reason; the others go on. Those named in `always` never sit out.
     """
-    samples = {name: Samples() for name in calls}
-    spent = dict.fromkeys(calls, 0.0)
+    samples = {name: Samples() for name in tasks}
+    spent = dict.fromkeys(tasks, 0.0)
+    repeats = dict.fromkeys(tasks, 1)
+    on_gpu = device.type == "cuda"
 
-    def turn(name: str, warm: bool = True) -> float | None:
+    def turn(name: str, warmed: bool) -> float | None:
         start = time.perf_counter()
-        # On a GPU a call goes before the timed one, to keep the device busy and because another provider's blocks may have split
-        # what the allocator keeps: a cudaMalloc is nobody's time. What takes seconds needs neither.
-        twice = warm and d_outs[name].device.type != "cpu" and spent[name] < effort.seconds
+        task, count = tasks[name], repeats[name]
         try:
-            return once(calls[name], mode, d_outs[name], twice)
+            # Another provider's blocks may have split what the allocator keeps, and a cudaMalloc is nobody's time. What takes
+            # seconds by itself does not notice one.
+            if warmed and on_gpu and spent[name] < effort.seconds:
+                task.setup(1)()
+            return clock(task.setup(count), device, count, filler if warmed else None)
         except Exception as error:
             samples[name].failure = describe_failure(error)
             release()
@@ -99,22 +132,108 @@ def interleaved(
         finally:
             spent[name] += time.perf_counter() - start
 
-    for name in calls:  # warm-up
+    for name in tasks:  # warm-up
         on_step(name, 0.0)
-        turn(name, warm=False)
+        ms = turn(name, warmed=False)
+        if ms is not None and on_gpu:
+            repeats[name] = repeats_for(ms)
+    kept = set(always)
     start = time.perf_counter()
     for done in range(effort.most_rounds):
         elapsed = time.perf_counter() - start
         if done >= effort.least_rounds and elapsed > effort.seconds:
             break
-        for name in calls:
-            sits_out = bool(samples[name].ms) and spent[name] > effort.seconds and len(calls) > 1
+        for name in tasks:
+            sits_out = bool(samples[name].ms) and spent[name] > effort.seconds and len(tasks) > 1 and name not in kept
             if samples[name].failure is None and not sits_out:
                 on_step(name, min(1.0, max(elapsed / effort.seconds, done / effort.most_rounds)))
-                ms = turn(name)
+                ms = turn(name, warmed=True)
                 if ms is not None:
                     samples[name].ms.append(ms)
     return samples
+
+
+def repeats_for(ms: float) -> int:
+    """How often to repeat a call between two events: a lone short one is measured in a few ticks of their clock."""
+    if ms >= SHORT_MS:
+        return 1
+    return min(MOST_REPEATS, int(2 * SHORT_MS / max(ms, 1e-3)) + 1)
+
+
+def clock(work: Work, device: torch.device, repeats: int = 1, filler: Work | None = None) -> float:
+    """Milliseconds of one call."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - start) * 1e3 / repeats
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if filler is not None:
+        filler()
+    first.record()
+    for _ in range(repeats):
+        work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / repeats
+
+
+def host_us(task: Task, device: torch.device, ms: float) -> float | None:
+    """Microseconds from a call to its return, the device's queue empty; None on a CPU, where the call is the work.
+
+    A median over HOST_CALLS calls; fewer where they would take more than HOST_SECONDS.
+    """
+    if device.type != "cuda":
+        return None
+    taken = []
+    for _ in range(max(3, min(HOST_CALLS, int(HOST_SECONDS * 1e3 / max(ms, 1e-3))))):
+        work = task.setup(1)
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    torch.cuda.synchronize(device)
+    return statistics.median(taken) * 1e6
+
+
+@dataclass
+class Hardware:
+    """The two rates that bound every kernel, as tasks of the same rounds: R, a large matmul's, and W, a copy's."""
+
+    matmul: Task | None
+    copy: Task
+    matmul_flops: float
+    copy_bytes: float
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, products: bool = True) -> Hardware:
+        """`products` is False where a matmul in this dtype would end the process; then there is no R."""
+        on_gpu = device.type == "cuda"
+        size, moved = (8192, 2**30) if on_gpu else (1024, 2**26)
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        product = torch.empty_like(a)
+        source = torch.zeros(moved, device=device, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        return cls(
+            Task(lambda _: lambda: torch.mm(a, b, out=product)) if products else None,
+            Task(lambda _: lambda: target.copy_(source)),
+            2.0 * size**3,
+            2.0 * moved,
+        )
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        return {"copy": self.copy} if self.matmul is None else {"matmul": self.matmul, "copy": self.copy}
+
+    @property
+    def filler(self) -> Work | None:
+        return None if self.matmul is None else self.matmul.setup(1)
+
+    def rates(self, samples: dict[str, Samples]) -> tuple[float, float] | None:
+        """(R in FLOP/s, W in bytes/s), or None where either is missing."""
+        if any(not samples[name].ms for name in ("matmul", "copy") if name in samples) or "matmul" not in samples:
+            return None
+        return self.matmul_flops / samples["matmul"].median * 1e3, self.copy_bytes / samples["copy"].median * 1e3
 
 
 def training_step(call: Call, mode: Mode, d_out: Tensor) -> tuple[Tensor, ...]:
@@ -136,25 +255,15 @@ def gpu_peak_bytes(call: Call, mode: Mode, d_out: Tensor) -> int:
     return torch.cuda.max_memory_allocated(d_out.device) - before
 
 
-def clock(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cpu":
-        start = time.perf_counter()
-        work()
-        return (time.perf_counter() - start) * 1e3
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    work()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def describe_failure(error: Exception) -> str:
     """The cell's text: out of memory by its name, anything else by its type and first line."""
-    text = str(error).strip().split("\n")[0]
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+    if out_of_memory(error):
         return "out of memory"
-    return f"failed: {type(error).__name__}: {text}"
+    return f"failed: {type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
 
 
 def release() -> None:

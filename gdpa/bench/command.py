@@ -1,0 +1,234 @@
+"""`gdpa bench`: from its options to a plan, and from the rows to what is printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from gdpa.activations import resolve
+from gdpa.bench import cases, compare, machine, providers, tables, warm
+from gdpa.bench import run as bench_run
+from gdpa.bench.cases import MODES, SUITES, Mode
+from gdpa.bench.providers import check_choice
+from gdpa.bench.report import KEYS, Report, Row, load, resume
+from gdpa.bench.timing import Effort
+from gdpa.errors import GdpaError
+
+GPU_SECONDS, CPU_SECONDS = 0.7, 3.0
+DEFAULT_MODES: tuple[Mode, ...] = ("forward", "backward")
+
+
+def listed(values: list[str] | None) -> list[str] | None:
+    """An option that may be repeated, or given as a list with commas, or both."""
+    if values is None:
+        return None
+    return [part for value in values for part in value.split(",") if part]
+
+
+def bench(options: argparse.Namespace, device: torch.device, console: Console, progress_console: Console) -> int:
+    """Exit status: 0, 1 where a provider is wrong or fails or a comparison is slower, 130 on Ctrl-C."""
+    if options.compare is not None:
+        before, after = options.compare
+        return compare.compare(before, after, options.threshold, console)
+    outputs: dict[str, Path] = {}
+    for name in ("json", "plot", "report"):
+        path = getattr(options, name)
+        if path is not None:
+            outputs[name] = _writable(f"--{name}", path)
+    if options.show is not None:
+        results = _loaded(options.show)
+        tables.show(results, console)
+        _pictures(results, outputs, console)
+        return 0
+    plan = _plan(options, device)
+    if options.list:
+        console.print(_size_line(plan))
+        console.print(tables.list_cases(plan.cases, plan.dtype.itemsize))
+        console.print("[dim]any sizes may stand in a name: self-384, pffn-512x64-tail, pma-16x300-jag[/dim]")
+        return 0
+    header = _header(plan, options)
+    if options.resume and "json" not in outputs:
+        raise GdpaError("--resume: expected --json FILE with it, the file to go on with, got none")
+    results = resume(outputs["json"], header) if options.resume else Report(header)
+    results.header["cases"] = {
+        **results.header.get("cases", {}),
+        **{case.name: bench_run.summary(case, plan.dtype.itemsize) for case in plan.cases},
+    }
+    plan = _without(plan, results)
+    return _carry_out(plan, results, outputs, console, progress_console)
+
+
+def _carry_out(plan: bench_run.Plan, results: Report, outputs: dict[str, Path], console: Console, progress_console: Console) -> int:
+    started = time.monotonic()
+
+    def save() -> None:
+        results.header["seconds"] = round(time.monotonic() - started, 1)
+        if "json" in outputs:
+            results.write(outputs["json"])
+
+    head = results.header
+    console.print(f"{head['device']}, threads: {head['threads']}, torch {head['versions']['torch']}")
+    console.print(_size_line(plan) + "\n")
+    bar = Bar(plan, progress_console)
+    interrupted = False
+    try:
+        with bar.bar:
+            if plan.device.type == "cuda":
+                bar.step("compiling kernels", 0.0)
+                problem = warm.compile_kernels([p.name for p in plan.providers], plan.cases, plan.activations, plan.dtype)
+                if problem is not None:
+                    progress_console.print(f"compiling ahead failed, so kernels compile at their gate: {problem}", markup=False)
+            runner = bench_run.Run(plan, results, bar, save)
+            runner()
+            if runner.hardware.filler is not None:
+                results.header["clocks"] = machine.clocks(plan.device, runner.hardware.filler)
+    except KeyboardInterrupt:
+        interrupted = True
+    save()
+    tables.show(results, console)
+    _show_rates(results, console)
+    if "json" in outputs:
+        console.print(f"wrote {outputs['json']}")
+    if interrupted:
+        console.print("interrupted: these are the rows so far")
+        return 130
+    _pictures(results, outputs, console)
+    if results.failed:
+        console.print("[red]a provider was wrong or failed: see the notes[/red]")
+        return 1
+    return 0
+
+
+def _plan(options: argparse.Namespace, device: torch.device) -> bench_run.Plan:
+    gpu = device.type == "cuda"
+    if options.seconds is not None and not options.seconds > 0:
+        raise GdpaError(f"--seconds: expected a positive number, got {options.seconds}")
+    if options.suite is not None:
+        check_choice("--suite", options.suite, tuple(SUITES))
+    modes = listed(options.mode) or list(DEFAULT_MODES)
+    for mode in modes:
+        check_choice("--mode", mode, MODES)
+    activations = tuple(dict.fromkeys(listed(options.activation) or ("gelu",)))
+    for name in activations:
+        resolve(name, 1)  # an unknown name is refused here, with the nearest ones
+    return bench_run.Plan(
+        cases=cases.chosen(
+            listed(options.case), options.suite, gpu, batch=options.batch, heads=options.heads, dim=options.dim, seed=options.seed
+        ),
+        activations=activations,
+        modes=tuple(mode for mode in MODES if mode in modes),
+        providers=providers.chosen(listed(options.provider), gpu),
+        dtype=options.dtype or (torch.bfloat16 if gpu else torch.float32),
+        device=device,
+        effort=Effort(options.seconds or (GPU_SECONDS if gpu else CPU_SECONDS)),
+        memory=options.memory,
+        cold=options.cold,
+        graph=options.graph,
+        schedule=options.schedule,
+    )
+
+
+def _without(plan: bench_run.Plan, results: Report) -> bench_run.Plan:
+    """The plan less the rows that a resumed run has."""
+    return replace(plan, done=frozenset(row.key for row in results.rows))
+
+
+def _header(plan: bench_run.Plan, options: argparse.Namespace) -> dict[str, Any]:
+    first = plan.cases[0]
+    return {
+        **machine.header(plan.device, shlex.join(["gdpa", *options.command_line])),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": None,
+        "R": None,
+        "W": None,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "batch": first.batch,
+        "heads": first.heads,
+        "dim": first.dim,
+        "seed": first.seed,
+    }
+
+
+def _size_line(plan: bench_run.Plan) -> str:
+    first = plan.cases[0]
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return f"batch {first.batch}, {first.heads} heads, dimension {first.dim}, {dtype}, seed {first.seed}"
+
+
+def _writable(option: str, path: Path) -> Path:
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise GdpaError(f"{option}: expected a file in a folder that can be written, got {path}")
+    return path
+
+
+def _loaded(path: Path) -> Report:
+    data = load(path, "--show")
+    rows = [Row(**{key: row[key] for key in KEYS}) for row in data["rows"]]
+    return Report(data["header"], rows, **{name: data.get(name, []) for name in ("cold", "graph", "schedule")})
+
+
+def _show_rates(results: Report, console: Console) -> None:
+    head = results.as_json()["header"]
+    for name, what in (("R", "matmul"), ("W", "copy")):
+        rate = head.get(name)
+        if rate:
+            text = f"{what} in the same rounds: {rate['median']:.3g} {rate['unit']} ({rate['lowest']:.3g} to {rate['highest']:.3g})"
+            console.print(f"[dim]{text}[/dim]")
+
+
+def _pictures(results: Report, outputs: dict[str, Path], console: Console) -> None:
+    # matplotlib takes a second to import, which only these two need.
+    if "plot" in outputs:
+        from gdpa.bench import plot
+
+        plot.write(results, outputs["plot"])
+        console.print(f"wrote {outputs['plot']}")
+    if "report" in outputs:
+        from gdpa.bench import page
+
+        page.write(results, outputs["report"])
+        console.print(f"wrote {outputs['report']}")
+
+
+class Bar(bench_run.Progress):
+    """A bar on a terminal; elsewhere a line for each case and activation that is done, with the time left."""
+
+    def __init__(self, plan: bench_run.Plan, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.now = console, now
+        self.total, self.done = plan.steps, 0.0
+        self.start = now()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("time left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("starting", total=self.total)
+
+    def step(self, text: str, done: float) -> None:
+        self.done = done
+        self.bar.update(self.task, description=text, completed=done)
+
+    def finished(self, text: str) -> None:
+        if not self.console.is_terminal:
+            self.console.print(f"measured {text}; {self.left()}")
+
+    def left(self) -> str:
+        elapsed = self.now() - self.start
+        share = min(max(self.done / self.total, 1e-6), 1.0)
+        return f"{elapsed:.0f} s so far, about {elapsed / share - elapsed:.0f} s left"

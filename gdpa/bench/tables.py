@@ -1,0 +1,175 @@
+"""A report as text: one table for each case and activation, with the notes under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gdpa.bench.cases import Case, Mode
+from gdpa.bench.providers import label
+from gdpa.bench.report import Report, Row
+
+LEGEND = {
+    "spread": "spread: interquartile range / median",
+    "of floor": "of floor: the share of what this machine's own matmul and copy, timed in the same rounds, allow",
+    "vs eager": "vs eager: times as fast as plain PyTorch on padded tensors",
+    "host": "host: from call to return, the device idle",
+    "memory": "memory: peak beyond the inputs, backward with its forward",
+    "error": "error: relative, against the float64 oracle",
+}
+
+
+def show(report: Report, console: Console) -> None:
+    """One table per case and activation."""
+    cases = report.header.get("cases", {})
+    ordered = sorted(report.rows, key=lambda row: _place(report, row))
+    shown: set[str] = set()
+    for (case, activation), group in groupby(ordered, key=lambda row: (row.case, row.activation)):
+        rows = list(group)
+        console.print(f"[bold]{case}, {activation}[/bold]")
+        if case in cases:
+            console.print(f"[dim]{describe(cases[case])}[/dim]")
+        table = _table(rows)
+        shown |= {str(column.header) for column in table.columns}
+        console.print(table)
+        for text, names in _notes(rows).items():
+            failed = any(row.failed for row in rows if row.note == text)
+            console.print(f"{', '.join(names)}: {text}", style="red" if failed else "dim", markup=False)
+        console.print()
+    _show_extras(report, console)
+    if report.rows:
+        console.print("[dim]" + "\n".join(text for name, text in LEGEND.items() if name in shown) + "[/dim]")
+
+
+def _place(report: Report, row: Row) -> tuple[int, int, int]:
+    """Rows of a resumed run come in any order; tables keep that of the cases, activations and modes as they first came."""
+    orders = ([r.case for r in report.rows], [r.activation for r in report.rows], ["forward", "backward", "both"])
+    return (orders[0].index(row.case), orders[1].index(row.activation), orders[2].index(row.mode))
+
+
+def _notes(rows: list[Row]) -> dict[str, list[str]]:
+    """Each note once, with the providers it is about."""
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note and row.provider not in notes.setdefault(row.note, []):
+            notes[row.note].append(row.provider)
+    return notes
+
+
+def _table(rows: list[Row]) -> Table:
+    """Sized for 80 columns; a column that nobody fills is left out."""
+    small = max((row.tflops or 0 for row in rows), default=0) < 1
+    unit, per_tflops = ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1)
+    eager = {row.mode: row.ms for row in rows if row.provider == "eager"}
+
+    def against_eager(row: Row) -> str:
+        baseline = eager.get(row.mode)
+        return f"{baseline / row.ms:.2f}x" if baseline and row.ms and row.provider != "eager" else ""
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "time": lambda row: duration(row.ms),
+        "spread": lambda row: "" if row.spread is None else f"{row.spread:.0%}",
+        "vs eager": against_eager,
+        unit: lambda row: "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}",
+        "of floor": lambda row: "" if row.fraction_of_floor is None else f"{row.fraction_of_floor:.2f}",
+        "host": lambda row: "" if row.host_us is None else f"{row.host_us:.0f} us",
+        "memory": lambda row: size(row.peak_bytes),
+        "error": lambda row: "" if row.error is None else f"{row.error:.1e}",
+    }
+    columns = {name: text for name, text in columns.items() if name == "time" or any(text(row) for row in rows)}
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in ("", "provider"):
+        table.add_column(name, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode, group in groupby(rows, key=lambda row: row.mode):
+        for index, row in enumerate(group):
+            style = "red" if row.failed else ("dim" if row.ms is None else None)
+            cells = [text(row) for text in columns.values()]
+            table.add_row(mode if index == 0 else "", label(row.provider), *cells, style=style)
+        table.add_section()
+    return table
+
+
+def _show_extras(report: Report, console: Console) -> None:
+    titles = {
+        "cold": "cold: the first forward and backward of a process, caches empty",
+        "graph": "replay of a CUDA graph",
+        "schedule": "building gdpa's tile list, nothing cached",
+    }
+    for name, title in titles.items():
+        rows = getattr(report, name)
+        if not rows:
+            continue
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title=title, title_justify="left")
+        keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+        for key in keys:
+            table.add_column("time" if key == "ms" else key.replace("_", " "), justify="right" if key == "ms" else "left")
+        for row in rows:
+            table.add_row(*(_cell(key, row[key]) for key in keys))
+        console.print(table)
+
+
+def _cell(key: str, value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return duration(value) if key == "ms" else f"{value:.3f}"
+    return str(value)
+
+
+def list_cases(cases: Iterable[Case], itemsize: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("case", "queries", "keys"):
+        table.add_column(name, no_wrap=True)
+    modes: tuple[Mode, ...] = ("forward", "backward")
+    for mode in modes:
+        table.add_column(f"{mode} GFLOP", justify="right")
+        table.add_column("bytes", justify="right")
+    for case in cases:
+        varying = {"dense": f"{case.length}"}.get(case.lengths, f"{case.lengths} to {case.length}")
+        queries, keys = {
+            "self": (varying, "the same"),
+            "pffn": (varying, f"{case.fixed} each"),
+            "pma": (f"{case.fixed} shared", varying),
+        }[case.kind]
+        work = [text for mode in modes for text in (f"{case.flops(mode) / 1e9:,.1f}", size(case.bytes(mode, itemsize)))]
+        table.add_row(case.name, queries, keys, *work)
+    return table
+
+
+def describe(facts: dict[str, object]) -> str:
+    """One line about a case, from the header."""
+    flops, moved = facts["flops"], facts["bytes"]
+    assert isinstance(flops, dict)
+    assert isinstance(moved, dict)
+    modes = "; ".join(f"{mode} {flops[mode] / 1e9:.3g} GFLOP, {size(moved[mode])}" for mode in flops)
+    return f"batch {facts['batch']}, {facts['heads']} heads, dimension {facts['dim']}, {facts['rows']} rows; {modes}"
+
+
+def duration(ms: float | None) -> str:
+    if ms is None:
+        return "-"
+    return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
+
+
+def size(count: int | None) -> str:
+    if count is None:
+        return ""
+    value = float(count)
+    for unit in ("B", "KB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
+def lines(facts: Iterable[tuple[str, str]]) -> str:
+    """`name   value` lines with the values aligned."""
+    pairs = list(facts)
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)

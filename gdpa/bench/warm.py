@@ -1,0 +1,98 @@
+"""Compile the Triton kernels that a run needs, in parallel processes, before it starts.
+
+The run would compile them itself, one after another, at each provider's gate: minutes of a GPU's time that this makes seconds. The
+processes compile for the architecture and touch no device; what they build is found in Triton's cache. A kernel that does
+not compile is left to the gate, which says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import gdpa
+from gdpa.activations import resolve
+from gdpa.bench.cases import Case
+
+# Provider -> the module whose `plans` lays its launches out without a device.
+LAUNCHERS = {"gdpa-triton": "gdpa.backends.triton.launch"}
+TIMEOUT = 240
+
+
+def form_of(case: Case) -> str:
+    """The case as `plans` names it."""
+    if case.kind == "pma":
+        return "shared-queries"
+    if case.dense:
+        return "dense"
+    return "dense-keys" if case.kind == "pffn" else "packed"
+
+
+def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations: Iterable[str], dtype: torch.dtype) -> str | None:
+    """Build everything on this machine's GPU architecture; returns what went wrong, or None. For a CUDA device only."""
+    capability = torch.cuda.get_device_capability()
+    requests = {
+        json.dumps(
+            {
+                "module": LAUNCHERS[provider],
+                "form": form_of(case),
+                "activation": activation,
+                "dim": case.dim,
+                "heads": case.heads,
+                "dtype": str(dtype).removeprefix("torch."),
+                "arch": 10 * capability[0] + capability[1],
+            }
+        )
+        for provider in providers
+        if provider in LAUNCHERS
+        for case in cases
+        for activation in activations
+    }
+    root = str(Path(gdpa.__file__).parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
+    waiting, running = sorted(requests), list[subprocess.Popen[str]]()
+    problem: str | None = None
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                command = [sys.executable, "-m", "gdpa.bench.warm", waiting.pop()]
+                running.append(
+                    subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                )
+            process = running.pop(0)
+            _, said = process.communicate(timeout=TIMEOUT)
+            if process.returncode != 0:
+                problem = said.strip().split("\n")[-1]
+    except subprocess.TimeoutExpired:
+        running.append(process)
+        problem = f"no answer in {TIMEOUT} s"
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return problem
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    launcher = importlib.import_module(request["module"])
+    keys, dtype = tuple(resolve(request["activation"], request["heads"])), getattr(torch, request["dtype"])
+    dim, arch = request["dim"], request["arch"]
+    with launcher.target_architecture(arch):
+        for launch in launcher.plans(keys, dim, dim, dtype, False, 1, arch, request["form"], request["heads"]):
+            launch.compile()
+
+
+if __name__ == "__main__":
+    main()
