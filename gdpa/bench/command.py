@@ -181,10 +181,8 @@ def _loaded(path: Path) -> Report:
 def _show_rates(results: Report, console: Console) -> None:
     head = results.as_json()["header"]
     for name, what in (("R", "matmul"), ("W", "copy")):
-        rate = head.get(name)
-        if rate:
-            text = f"{what} in the same rounds: {rate['median']:.3g} {rate['unit']} ({rate['lowest']:.3g} to {rate['highest']:.3g})"
-            console.print(f"[dim]{text}[/dim]")
+        if head.get(name):
+            console.print(f"[dim]{name}, the {what} in the same rounds: {tables.rate(head[name])}[/dim]")
 
 
 def _pictures(results: Report, outputs: dict[str, Path], console: Console) -> None:

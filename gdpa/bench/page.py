@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gdpa.bench import plot
-from gdpa.bench.providers import label
+from gdpa.bench.cases import MODES
+from gdpa.bench.providers import NAMES, label
 from gdpa.bench.report import EXTRAS, Report, Row
-from gdpa.bench.tables import LEGEND, describe, duration, size
+from gdpa.bench.tables import LEGEND, describe, duration, rate, size
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1280px; padding: 0 1rem; }
@@ -26,7 +27,7 @@ img { max-width: 100%; } code { background: #f2f2ef; padding: 0 .25em; overflow-
 p.legend, .size { color: #666; font-size: .9em; }
 .wide { overflow-x: auto; }
 """
-COLUMNS = ("mode", "provider", "time", "spread", "TFLOP/s", "floor", "of floor", "host", "memory", "error", "note")
+COLUMNS = ("mode", "provider", "time", "spread", "TFLOP/s", "floor", "/floor", "host", "memory", "error", "note")
 
 
 def write(report: Report, path: Path) -> None:
@@ -45,10 +46,9 @@ def page(report: Report) -> str:
         f'<h2>At a glance</h2><div class="wide"><img alt="fraction of the floor by case and provider" '
         f'src="data:image/png;base64,{picture}"></div>',
     ]
+    parts += _summaries(report)
     cases = report.header.get("cases", {})
-    order = {case: place for place, case in enumerate(dict.fromkeys(row.case for row in report.rows))}
-    rows = sorted(report.rows, key=lambda row: (order[row.case], row.activation))
-    for (case, activation), group in groupby(rows, key=lambda row: (row.case, row.activation)):
+    for (case, activation), group in groupby(report.ordered(), key=lambda row: (row.case, row.activation)):
         parts.append(f"<h2>{escape(case)}, {escape(activation)}</h2>")
         if case in cases:
             parts.append(f'<p class="size">{escape(describe(cases[case]))}</p>')
@@ -60,13 +60,38 @@ def page(report: Report) -> str:
     return "\n".join(parts) + "\n"
 
 
+def _summaries(report: Report) -> list[str]:
+    """For each mode and activation, a line for each case and a column for each provider."""
+    parts = []
+    timed = [row for row in report.ordered() if row.ms is not None]
+    modes: tuple[str, ...] = MODES
+    panels = sorted(dict.fromkeys((row.mode, row.activation) for row in timed), key=lambda pair: modes.index(pair[0]))
+    for mode, activation in panels:
+        rows = [row for row in timed if (row.mode, row.activation) == (mode, activation)]
+        names = [name for name in NAMES if any(row.provider == name for row in rows)]
+        cells = {(row.case, row.provider): f"{row.tflops:.3g} [{_share(row)}]" for row in rows if row.tflops is not None}
+        head = "".join(f"<th>{escape(label(name))}</th>" for name in names)
+        lines = [
+            f'<tr><td class="name">{escape(case)}</td>{"".join(f"<td>{cells.get((case, name), chr(8211))}</td>" for name in names)}</tr>'
+            for case in dict.fromkeys(row.case for row in rows)
+        ]
+        parts.append(f"<h2>{escape(mode)}, {escape(activation)}: TFLOP/s [fraction of the floor]</h2>")
+        parts.append(f'<div class="wide"><table><thead><tr><th class=name>case</th>{head}</tr></thead>')
+        parts.append(f"<tbody>{''.join(lines)}</tbody></table></div>")
+    return parts
+
+
+def _share(row: Row) -> str:
+    return "-" if row.fraction_of_floor is None else f"{row.fraction_of_floor:.2f}"
+
+
 def _facts(header: dict[str, Any]) -> str:
     lines = []
     for name, value in header.items():
         if name == "cases" or value is None:
             continue
         if name in ("R", "W"):
-            value = f"{value['median']:.4g} {value['unit']} ({value['lowest']:.4g} to {value['highest']:.4g} over the run)"
+            value = rate(value)
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {part}" for key, part in value.items() if part is not None)
         text = escape(value if isinstance(value, str) else json.dumps(value))

@@ -35,6 +35,7 @@ COLOURS = {
     "fa4": "#d4d4d4",
 }
 INK = "#333333"
+BARS, GAP = 52, 1.0  # bars in a line, and the space between groups in bars
 
 
 def write(report: Report, path: Path) -> None:
@@ -48,73 +49,83 @@ def png(report: Report) -> bytes:
 
 
 def figure(report: Report) -> Figure:
-    """Readable at 14 cases of 6 providers: a bar is about a fifth of an inch wide."""
-    timed = [row for row in report.rows if row.ms is not None]
-    panels = list(dict.fromkeys((row.mode, row.activation) for row in sorted(timed, key=lambda row: MODES.index(row.mode))))
+    """Panels are broken into rows of about BARS bars, so that a page's width is enough for the full suite."""
+    timed = [row for row in report.ordered() if row.ms is not None]
     names = [name for name in NAMES if any(row.provider == name for row in timed)]
-    cases = list(dict.fromkeys(row.case for row in report.rows))
-    width = max(8.0, 1.6 + len(cases) * (0.21 * len(names) + 0.3))
+    modes: tuple[str, ...] = MODES
+    by_floor = any(row.fraction_of_floor is not None for row in timed)
+    panels = [
+        (f"{mode}, {activation}", groups)
+        for mode, activation in sorted(
+            dict.fromkeys((row.mode, row.activation) for row in timed), key=lambda pair: modes.index(pair[0])
+        )
+        for groups in _lines([row for row in timed if (row.mode, row.activation) == (mode, activation)])
+    ]
+    count = max(len(panels), 1)
+    widest = max((_width(groups) for _, groups in panels), default=0.0)
     # matplotlib's objects rather than pyplot: nothing global is touched, and nothing needs closing.
-    result = Figure(figsize=(width, 1.5 + 3.6 * max(len(panels), 1)), layout="constrained")
-    axes = result.subplots(max(len(panels), 1), 1, squeeze=False)[:, 0]
+    result = Figure(figsize=(max(8.0, 1.2 + 0.25 * widest), 1.1 + 2.6 * count), layout="constrained")
+    axes = result.subplots(count, 1, squeeze=False)[:, 0]
     result.suptitle(_title(report), x=0.01, ha="left", fontsize=11, color=INK)
     if not panels:
         axes[0].text(0.5, 0.5, "no row has a figure", ha="center", va="center", color=INK)
         axes[0].set_axis_off()
         return result
-    for axis, (mode, activation) in zip(axes, panels, strict=True):
-        shown = {(row.case, row.provider): row for row in timed if (row.mode, row.activation) == (mode, activation)}
-        _panel(axis, f"{mode}, {activation}", cases, names, shown)
+    tallest = max((row.fraction_of_floor if by_floor else row.tflops) or 0.0 for row in timed)
+    small = max(row.tflops or 0.0 for row in timed) < 1
+    for axis, (title, groups) in zip(axes, panels, strict=True):
+        _panel(axis, title, groups, by_floor, small)
+        axis.set_xlim(-0.5 - GAP, max(widest, 8.0) - 0.5)
+        axis.set_ylim(0, max(1.3 if by_floor else 0.0, 1.3 * tallest))
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(text, handle)
     ordered = sorted(handles, key=lambda text: [*map(label, names), *handles].index(text))
-    result.legend(
-        [handles[text] for text in ordered],
-        ordered,
-        loc="outside lower left",
-        ncols=min(len(ordered), 8),
-        frameon=False,
-        fontsize=9,
-    )
+    columns = min(len(ordered), max(3, int(result.get_figwidth() / 1.65)))
+    keywords: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "frameon": False, "fontsize": 9}
+    result.legend([handles[text] for text in ordered], ordered, **keywords)
     return result
 
 
-def _panel(axis: Axes, title: str, cases: list[str], names: list[str], rows: dict[tuple[str, str], Row]) -> None:
-    by_floor = any(row.fraction_of_floor is not None for row in rows.values())
-    step = 0.84 / len(names)
-    tallest = 0.0
-    for index, name in enumerate(names):
-        for place, case in enumerate(cases):
-            x = place + (index - (len(names) - 1) / 2) * step
-            row = rows.get((case, name))
-            value = None if row is None else (row.fraction_of_floor if by_floor else row.tflops)
-            if row is None or value is None:
-                axis.text(x, 0, "-", ha="center", va="bottom", fontsize=7, color="#888888")
-                continue
-            tallest = max(tallest, value)
-            axis.bar(
-                x,
-                value,
-                0.92 * step,
-                color=COLOURS[name],
-                label=label(name),
-                hatch="///" if name in SOFTMAX else None,
-                edgecolor="white",
-                linewidth=0,
-            )
-            if row.tflops is not None:
-                axis.text(x, value, f" {row.tflops:.3g}", ha="center", va="bottom", rotation=90, fontsize=6.5, color=INK)
+def _lines(rows: list[Row]) -> list[list[list[Row]]]:
+    """The rows of one panel as groups, one per case, broken into lines. A group has the providers that have a figure."""
+    groups: list[list[Row]] = []
+    for case in dict.fromkeys(row.case for row in rows):
+        groups.append([row for row in rows if row.case == case])
+    bars = sum(len(group) for group in groups)
+    wanted = -(-bars // BARS)
+    size = -(-len(groups) // wanted)
+    return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+
+def _width(groups: list[list[Row]]) -> float:
+    return sum(len(group) + GAP for group in groups)
+
+
+def _panel(axis: Axes, title: str, groups: list[list[Row]], by_floor: bool, small: bool) -> None:
+    unit, per_tflops = ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1)
     if by_floor:
-        axis.axhline(1.0, color="#b3261e", linewidth=1.2, label="floor: max(FLOPs / R, bytes / W)")
-    axis.set_ylim(0, max(1.25 if by_floor else 0.0, 1.22 * tallest))
-    axis.set_ylabel("fraction of the floor" if by_floor else "TFLOP/s", color=INK)
-    axis.set_title(f"{title}   (higher is faster; on the bars: TFLOP/s; -: no figure)", loc="left", fontsize=10, color=INK)
-    axis.set_xticks(
-        range(len(cases)), cases, rotation=0 if len(cases) <= 6 else 20, ha="center" if len(cases) <= 6 else "right", fontsize=9
-    )
-    axis.set_xlim(-0.6, len(cases) - 0.4)
+        axis.axhline(1.0, color="#b3261e", linewidth=1.2, label="the hardware's floor: max(FLOPs / R, bytes / W)", zorder=1)
+    start, ticks = 0.0, []
+    for group in groups:
+        for place, row in enumerate(group):
+            value = (row.fraction_of_floor if by_floor else row.tflops) or 0.0
+            hatch = "////" if row.provider in SOFTMAX else None
+            x, colour = start + place, COLOURS.get(row.provider, INK)
+            axis.bar(x, value, 0.9, color=colour, label=label(row.provider), hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
+            text = "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}"
+            axis.annotate(
+                text, (x, value), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom",
+                fontsize=7, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3}, zorder=3,
+            )  # fmt: skip
+        ticks.append(start + (len(group) - 1) / 2)
+        start += len(group) + GAP
+    axis.set_ylabel("fraction of the floor" if by_floor else unit, color=INK, fontsize=9)
+    axis.set_title(f"{title}   (higher is faster; on the bars {unit})", loc="left", fontsize=10, color=INK)
+    axis.set_xticks(ticks, [group[0].case for group in groups], fontsize=9)
+    axis.tick_params(axis="y", labelsize=8)
+    axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color="#e5e5e5")
     axis.set_axisbelow(True)
     for side in ("top", "right"):

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gdpa.bench.cases import MODES
+from gdpa.bench.providers import NAMES
 from gdpa.errors import GdpaError
 
 # Lists beside the rows, in the file where they were asked for.
@@ -69,6 +71,17 @@ class Report:
         self.rows = [other for other in self.rows if other.key != row.key]
         self.rows.append(row)
 
+    def ordered(self) -> list[Row]:
+        """The rows by case, activation, mode and provider: those of a resumed run come in any order."""
+        cases, activations = (list(dict.fromkeys(getattr(row, name) for row in self.rows)) for name in ("case", "activation"))
+
+        def place(row: Row) -> tuple[int, ...]:
+            modes: tuple[str, ...] = MODES
+            provider = NAMES.index(row.provider) if row.provider in NAMES else len(NAMES)
+            return cases.index(row.case), activations.index(row.activation), modes.index(row.mode), provider
+
+        return sorted(self.rows, key=place)
+
     def as_json(self) -> dict[str, Any]:
         header = dict(self.header)
         if self.rates:
@@ -111,7 +124,7 @@ def load(path: Path, argument: str) -> dict[str, Any]:
 
 
 # What must be the same for rows of two runs to stand in one table.
-SAME = ("device", "dtype", "batch", "heads", "dim", "seed", "versions")
+SAME = ("device", "dtype", "batch", "heads", "dim", "seed", "versions", "commit")
 
 
 def resume(path: Path, header: dict[str, Any]) -> Report:

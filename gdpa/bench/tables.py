@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,7 +16,7 @@ from gdpa.bench.report import Report, Row
 
 LEGEND = {
     "spread": "spread: interquartile range / median",
-    "of floor": "of floor: the share of what this machine's own matmul and copy, timed in the same rounds, allow",
+    "/floor": "/floor: the share of what this machine's own matmul and copy, timed in the same rounds, allow",
     "vs eager": "vs eager: times as fast as plain PyTorch on padded tensors",
     "host": "host: from call to return, the device idle",
     "memory": "memory: peak beyond the inputs, backward with its forward",
@@ -26,14 +27,13 @@ LEGEND = {
 def show(report: Report, console: Console) -> None:
     """One table per case and activation."""
     cases = report.header.get("cases", {})
-    ordered = sorted(report.rows, key=lambda row: _place(report, row))
     shown: set[str] = set()
-    for (case, activation), group in groupby(ordered, key=lambda row: (row.case, row.activation)):
+    for (case, activation), group in groupby(report.ordered(), key=lambda row: (row.case, row.activation)):
         rows = list(group)
         console.print(f"[bold]{case}, {activation}[/bold]")
         if case in cases:
             console.print(f"[dim]{describe(cases[case])}[/dim]")
-        table = _table(rows)
+        table = _fitting(rows, console)
         shown |= {str(column.header) for column in table.columns}
         console.print(table)
         for text, names in _notes(rows).items():
@@ -45,12 +45,6 @@ def show(report: Report, console: Console) -> None:
         console.print("[dim]" + "\n".join(text for name, text in LEGEND.items() if name in shown) + "[/dim]")
 
 
-def _place(report: Report, row: Row) -> tuple[int, int, int]:
-    """Rows of a resumed run come in any order; tables keep that of the cases, activations and modes as they first came."""
-    orders = ([r.case for r in report.rows], [r.activation for r in report.rows], ["forward", "backward", "both"])
-    return (orders[0].index(row.case), orders[1].index(row.activation), orders[2].index(row.mode))
-
-
 def _notes(rows: list[Row]) -> dict[str, list[str]]:
     """Each note once, with the providers it is about."""
     notes: dict[str, list[str]] = {}
@@ -60,8 +54,20 @@ def _notes(rows: list[Row]) -> dict[str, list[str]]:
     return notes
 
 
-def _table(rows: list[Row]) -> Table:
-    """Sized for 80 columns; a column that nobody fills is left out."""
+# What a narrow terminal does without, first to last; the JSON has it all.
+DROPPED = ("spread", "host", "memory")
+
+
+def _fitting(rows: list[Row], console: Console) -> Table:
+    for count in range(len(DROPPED) + 1):
+        table = _table(rows, DROPPED[:count])
+        if console.measure(table).maximum <= console.width:
+            break
+    return table
+
+
+def _table(rows: list[Row], without: tuple[str, ...]) -> Table:
+    """A column that nobody fills is left out."""
     small = max((row.tflops or 0 for row in rows), default=0) < 1
     unit, per_tflops = ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1)
     eager = {row.mode: row.ms for row in rows if row.provider == "eager"}
@@ -75,12 +81,13 @@ def _table(rows: list[Row]) -> Table:
         "spread": lambda row: "" if row.spread is None else f"{row.spread:.0%}",
         "vs eager": against_eager,
         unit: lambda row: "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}",
-        "of floor": lambda row: "" if row.fraction_of_floor is None else f"{row.fraction_of_floor:.2f}",
+        "/floor": lambda row: "" if row.fraction_of_floor is None else f"{row.fraction_of_floor:.2f}",
         "host": lambda row: "" if row.host_us is None else f"{row.host_us:.0f} us",
         "memory": lambda row: size(row.peak_bytes),
         "error": lambda row: "" if row.error is None else f"{row.error:.1e}",
     }
-    columns = {name: text for name, text in columns.items() if name == "time" or any(text(row) for row in rows)}
+    filled = [name for name, text in columns.items() if name == "time" or any(text(row) for row in rows)]
+    columns = {name: columns[name] for name in filled if name not in without}
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in ("", "provider"):
         table.add_column(name, no_wrap=True)
@@ -166,6 +173,14 @@ def size(count: int | None) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} GB"
+
+
+def rate(facts: dict[str, Any]) -> str:
+    """R or W of a header, with its range."""
+    small = facts["median"] < 1
+    values = [facts[name] * (1e3 if small else 1) for name in ("median", "lowest", "highest")]
+    unit = facts["unit"].replace("T", "G", 1) if small else facts["unit"]
+    return f"{values[0]:.3g} {unit} ({values[1]:.3g} to {values[2]:.3g} over the run)"
 
 
 def lines(facts: Iterable[tuple[str, str]]) -> str:

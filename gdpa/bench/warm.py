@@ -61,7 +61,8 @@ def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
     }
-    waiting, running = sorted(requests), list[subprocess.Popen[str]]()
+    waiting = sorted(requests)
+    running: list[subprocess.Popen[str]] = []
     problem: str | None = None
     try:
         while waiting or running:
