@@ -59,9 +59,10 @@ DROPPED = ("spread", "host", "memory")
 
 
 def _fitting(rows: list[Row], console: Console) -> Table:
+    boundless = console.options.update(width=500)  # a measurement never exceeds the width it is given
     for count in range(len(DROPPED) + 1):
         table = _table(rows, DROPPED[:count])
-        if console.measure(table).maximum <= console.width:
+        if console.measure(table, options=boundless).maximum <= console.width:
             break
     return table
 
