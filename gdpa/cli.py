@@ -18,7 +18,7 @@ import gdpa
 from gdpa import dispatch
 from gdpa.activations import resolve
 from gdpa.bench import check, command, machine, providers, tables
-from gdpa.bench.cases import MODES, SUITES
+from gdpa.bench.cases import MODES, SUITES, Case, Size, build
 from gdpa.bench.providers import check_choice
 from gdpa.device_source import cache_directory
 from gdpa.errors import GdpaError
@@ -266,12 +266,18 @@ def _info(options: argparse.Namespace) -> int:
             memory = properties.total_memory / 2**30
             capability = f"{properties.major}.{properties.minor}"
             facts.append((f"cuda:{index}", f"{properties.name}, {memory:.0f} GiB, compute capability {capability}"))
+        facts.append(("CUDA", f"{torch.version.cuda}, driver {machine.driver(torch.device('cuda', 0)) or 'unknown'}"))
         devices.append("cuda")
     else:
         facts.append(("GPU", f"none: torch {_why_no_gpu()}"))
     for device in devices:
         for backend, reason in _backend_reasons(torch.device(device)).items():
             facts.append((f"{backend} on {device}", "runs" if reason is None else f"does not run: {reason}"))
+    # gdpa's own are the backends above.
+    others = [name for name in providers.NAMES if not name.startswith("gdpa-")]
+    for name in others:
+        reason = _provider_reason(name, torch.device(devices[-1]))
+        facts.append((f"bench: {name}", f"runs on {devices[-1]}" if reason is None else reason))
     triton_cache = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     facts.append(("generated code", str(cache_directory())))
     facts.append(("compiled kernels", str(triton_cache)))
@@ -285,6 +291,15 @@ def _backend_reasons(device: torch.device) -> dict[str, str | None]:
     q = torch.empty(1, 16, 1, 64, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16, device=device)
     problem = describe(q, q, q, None, None, None, None, ["gelu"], None, 1.0, (-1, -1), False)
     return {backend: dispatch.reason_against(backend, problem) for backend in dispatch.BACKENDS}
+
+
+def _provider_reason(name: str, device: torch.device) -> str | None:
+    """Why `gdpa bench` would have no figure of this provider for a small dense forward, or None."""
+    # FlexAttention takes only what is never negative, HSTU only SiLU.
+    activation = "relu" if name == "flex" else "silu"
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    workload = build(Case.named("self-16", Size(batch=1, heads=1, dim=64)), activation, dtype, device)
+    return providers.by_name(name).reason_against(workload, gradients=False)
 
 
 def _precompile(options: argparse.Namespace) -> int:

@@ -230,9 +230,12 @@ def test_flex_says_where_there_is_no_logarithm():
 
 def test_compile_runs_eagers_function(monkeypatch):
     compiled = []
+    monkeypatch.setattr(plain.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiled.append(f) or f)
     assert_passes(plain.Compiled(), workload_of("self-20-jag"))
     assert len(compiled) == 1
+    monkeypatch.setattr(plain.shutil, "which", lambda name: None)
+    assert "needs a C++ compiler" in plain.Compiled().reason_against(workload_of("self-6"), False)
 
 
 # The list of providers

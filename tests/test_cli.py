@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,6 +162,15 @@ def test_info_names_the_versions_the_backends_and_the_caches(capsys):
     assert gdpa.__version__ in printed
     for line in ("cpu on cpu", "triton on cpu", "reference on cpu", "generated code", "compiled kernels"):
         assert line in printed
+
+
+def test_info_says_which_providers_of_the_benchmark_there_are(capsys):
+    assert cli.main(["info"]) == 0
+    said = dict(re.findall(r"^bench: (\S+)\s+(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert set(said) == {name for name in providers.NAMES if not name.startswith("gdpa-")}
+    assert said["eager"].startswith("runs on")
+    if not torch.cuda.is_available():
+        assert said["cudnn"] == "runs on a CUDA device only"
 
 
 def test_precompile_without_a_gpu_asks_for_the_architecture(capsys, monkeypatch):

@@ -51,6 +51,10 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         tables.show(results, console)
         _pictures(results, outputs, console)
         return 0
+    if device.type == "cuda":
+        # CUDA's events and graphs belong to the current device.
+        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
     plan = _plan(options, device)
     if options.list:
         console.print(_size_line(plan))
@@ -131,7 +135,8 @@ def _plan(options: argparse.Namespace, device: torch.device) -> bench_run.Plan:
         providers=providers.chosen(listed(options.provider), gpu),
         dtype=options.dtype or (torch.bfloat16 if gpu else torch.float32),
         device=device,
-        effort=Effort(options.seconds or (GPU_SECONDS if gpu else CPU_SECONDS)),
+        # A GPU's long kernels need more than their share of a short time for the least number of rounds.
+        effort=Effort(options.seconds or (GPU_SECONDS if gpu else CPU_SECONDS), patience=3.0 if gpu else 1.0),
         memory=options.memory,
         cold=options.cold,
         graph=options.graph,

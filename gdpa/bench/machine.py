@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import gdpa
 
+NVIDIA_SMI_SECONDS = 20
 _CLOCKS = {
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -95,15 +97,18 @@ def _nvidia_smi(device: torch.device, fields: list[str], meanwhile: Callable[[],
     if device.type != "cuda":
         return None
     # CUDA_VISIBLE_DEVICES renumbers devices for torch, not for nvidia-smi; the UUID is the same for both.
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
     command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return None
+    deadline = time.monotonic() + NVIDIA_SMI_SECONDS
     while process.poll() is None:
         meanwhile()
         torch.cuda.synchronize(device)
+        if time.monotonic() > deadline:
+            process.kill()
     text = process.communicate()[0]
     answers = [part.strip() for part in text.strip().split(",")]
     return answers if process.returncode == 0 and len(answers) == len(fields) else None

@@ -5,6 +5,8 @@ All three work on tensors padded to the longest sequence, (B, H, S, D), made bef
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +96,12 @@ class Compiled(Eager):
     """torch.compile of the same function."""
 
     name = "compile"
+
+    def reason_against(self, workload: Workload, gradients: bool) -> str | None:
+        compiler = os.environ.get("CXX", "g++")
+        if workload.problem.device.type == "cpu" and shutil.which(compiler) is None:
+            return f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler}"
+        return super().reason_against(workload, gradients)
 
     def prepare(self, workload: Workload) -> Call:
         call = super().prepare(workload)

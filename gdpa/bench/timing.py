@@ -67,12 +67,13 @@ class Samples:
 class Effort:
     """How long to measure one (case, mode): rounds until `seconds` are spent, within the two bounds.
 
-    A provider that has used `seconds` by itself, its warm-up included, sits out the rounds after its first.
+    A provider that has used `patience * seconds` by itself, its warm-up included, sits out the rounds after its first.
     """
 
     seconds: float
     least_rounds: int = 6
     most_rounds: int = 40
+    patience: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,9 @@ def interleaved(
         if done >= effort.least_rounds and elapsed > effort.seconds:
             break
         for name in tasks:
-            sits_out = bool(samples[name].ms) and spent[name] > effort.seconds and len(tasks) > 1 and name not in kept
+            sits_out = (
+                bool(samples[name].ms) and spent[name] > effort.patience * effort.seconds and len(tasks) > 1 and name not in kept
+            )
             if samples[name].failure is None and not sits_out:
                 on_step(name, min(1.0, max(elapsed / effort.seconds, done / effort.most_rounds)))
                 ms = turn(name, warmed=True)
