@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdpa
 from gdpa import numerics
-from gdpa.backends import cpu
+from gdpa.backends import cpu, cpu_plan
 from gdpa.backends.cpu_kernels import FUSED, kernel_of
 from gdpa.problem import describe, window_mask
 
@@ -25,17 +25,18 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that ordinary test sizes need many of them, and chunks of one or two key heads."""
-    monkeypatch.setattr(cpu, "TILE_ROWS", 32)
-    monkeypatch.setattr(cpu, "TILE_KEYS", 24)
-    monkeypatch.setattr(cpu, "MASKED_TILE_KEYS", 16)
-    monkeypatch.setattr(cpu, "TILE_SCORES", 2 * 32 * 24)
+    monkeypatch.setattr(cpu_plan, "TILE_ROWS", 32)
+    monkeypatch.setattr(cpu_plan, "TILE_KEYS", 24)
+    monkeypatch.setattr(cpu_plan, "MASKED_TILE_KEYS", 16)
+    monkeypatch.setattr(cpu_plan, "MASKED_TILE_ROWS", 32)
+    monkeypatch.setattr(cpu_plan, "BATCH_SCORES", 2 * 32 * 24)
 
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch):
     """Two workers, whatever the work."""
-    monkeypatch.setattr(cpu, "LEAST_SCORES_FOR_WORKERS", 0)
-    monkeypatch.setattr(cpu, "UNEVEN", float("inf"))
+    monkeypatch.setattr(cpu_plan, "LEAST_SCORES_FOR_WORKERS", 0)
+    monkeypatch.setattr(cpu_plan, "UNEVEN", float("inf"))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -262,14 +263,14 @@ def one_thread():
 @pytest.mark.parametrize("activation", ["gelu", lambda s: torch.sin(s) * s], ids=["named", "traced"])
 @pytest.mark.usefixtures("one_thread")
 def test_no_score_matrix_is_ever_materialised(activation: Any) -> None:
-    rows = 4096
+    rows = 8192
     case = make_case(q_lengths=(rows,), heads=1, head_dim=8, activation=activation, seed=11)
     inputs = (*case.inputs[:5], None)
     with Largest() as seen:
         cpu.forward(case.problem, *inputs)
         cpu.backward(case.problem, case.d_out, *inputs, (True,) * 3)
-    assert seen.products == 7 * (rows // cpu.TILE_ROWS) * (rows // cpu.TILE_KEYS)
-    assert seen.elements <= cpu.TILE_SCORES
+    assert seen.products == 7 * (rows // cpu_plan.TILE_ROWS) * (rows // cpu_plan.TILE_KEYS)
+    assert seen.elements <= cpu_plan.TILE_ROWS * cpu_plan.TILE_KEYS
     assert seen.elements < rows * rows / 50
 
 
@@ -307,7 +308,7 @@ def test_gradients_nobody_needs_cost_no_product(needs: tuple[bool, bool, bool], 
 @pytest.mark.usefixtures("small_tiles", "two_threads")
 def test_workers_give_the_bits_of_one_thread(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(form, q_lengths=(40, 65, 3, 17), k_lengths=(65, 2, 30, 40), heads=8, kv_heads=4, causal=True, seed=14)
-    submitted = spy(monkeypatch, cpu, "_workers")
+    submitted = spy(monkeypatch, cpu_plan, "_workers")
     shared = check(case, "cpu")
     assert submitted, "no worker ran"
     assert torch.get_num_threads() == 2
@@ -323,7 +324,7 @@ def test_workers_serve_inference_mode_and_leave_new_threads_their_number() -> No
     right = case.call(*case.inputs[:3], "cpu")
     with torch.inference_mode():
         assert torch.equal(case.call(*case.inputs[:3], "cpu"), right)
-    assert cpu._workers(2).submit(torch.get_num_threads).result() == 1
+    assert cpu_plan._workers(2).submit(torch.get_num_threads).result() == 1
     with multiprocessing.pool.ThreadPool(1) as fresh:
         assert fresh.apply(torch.get_num_threads) == 2
     q, k, v = leaves(case.inputs)
@@ -346,7 +347,7 @@ def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("two_threads")
 def test_a_forked_process_makes_workers_of_its_own() -> None:
     case = make_case(q_lengths=(40, 65, 3), heads=4, seed=17)
-    cpu._workers(2)
+    cpu_plan._workers(2)
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def child() -> None:
@@ -362,7 +363,7 @@ def test_a_forked_process_makes_workers_of_its_own() -> None:
 
 def test_merged_sequences_are_those_of_equal_lengths_in_a_row() -> None:
     case = make_case(q_lengths=(5, 5, 7, 7, 7, 0, 0, 5), k_lengths=(6, 6, 6, 6, 2, 2, 0, 6), heads=1, seed=18)
-    plan = cpu._Plan.of(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
+    plan = cpu_plan.Plan.of(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
     assert [(block.count, block.q_len, block.k_len) for block in plan.blocks] == [
         (2, 5, 6),
         (2, 7, 6),
