@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 import gdpa
 from gdpa import cli
+from gdpa.bench.report import KEYS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,7 +40,7 @@ def test_links_to_files_lead_somewhere(page):
 
 def test_readme_stays_short_and_names_every_activation():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 160
     for name in gdpa.activations():
         assert re.search(rf"\b{name}\b", text), name
 
@@ -65,7 +67,44 @@ def test_examples_in_docstrings_run():
 
 
 def test_readmes_measured_tables_are_those_of_the_results():
-    from gdpa.bench.readme import written
+    from gdpa.bench.readme import page, written
 
     readme = (ROOT / "README.md").read_text()
     assert written(readme) == readme, "run: python -m gdpa.bench.readme"
+    assert (ROOT / "docs" / "results.md").read_text() == page(), "run: python -m gdpa.bench.readme"
+
+
+def test_every_results_file_is_whole_and_says_how_it_was_made():
+    files = sorted((ROOT / "results").glob("*.json"))
+    assert files
+    for path in files:
+        data = json.loads(path.read_text())
+        assert data["header"]["command"].startswith(("gdpa ", "python -m gdpa")), path.name
+        assert data["rows"], path.name
+
+
+def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypatch, tmp_path):
+    """Forward and backward files take the older one's place as soon as they exist; what is absent is not shown."""
+    from gdpa.bench import readme
+
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.tables() == []
+    row = dict.fromkeys(KEYS) | {"case": "self-8", "mode": "forward", "activation": "silu", "provider": "gdpa-hopper"}
+    row |= {"ms": 1.0, "tflops": 600.4, "fraction_of_floor": 0.876}
+    cudnn = row | {"provider": "cudnn", "tflops": 500.0}
+    cell = row | {"provider": "fa3", "ms": None, "tflops": None, "fraction_of_floor": None}
+    header = {"device": "a GPU", "dtype": "bfloat16", "batch": 2, "heads": 3, "dim": 4, "command": "gdpa bench", "commit": "c"}
+    data = {"header": header | {"versions": {"torch": "2"}}, "rows": [row, cudnn, cell, row | {"activation": "gelu"}]}
+    (tmp_path / "h200-triton.json").write_text(json.dumps(data | {"header": header | {"command": "older", "versions": {}}}))
+    assert "older" in readme.tables()[0]
+    (tmp_path / "h200-forward.json").write_text(json.dumps(data))
+    (table,) = readme.tables()
+    assert "older" not in table
+    assert "| case | gdpa-hopper silu | gdpa-hopper gelu | cudnn (softmax) |" in table
+    assert "| self-8 | 600 [0.88] | 600 [0.88] | 500 [0.88] |" in table
+    assert "fa3" not in table
+    ours = row | {"provider": "gdpa-cpu", "ms": 2.0, "peak_bytes": 10}
+    eager = row | {"provider": "eager", "ms": 5.0, "peak_bytes": 1000}
+    cpu = data | {"header": header | {"threads": 2, "versions": {}}, "rows": [ours, eager]}
+    (tmp_path / "cpu.json").write_text(json.dumps(cpu))
+    assert "| self-8 silu | 2 ms, 2.50x (10 B, 1 KB) |" in readme.tables()[1]

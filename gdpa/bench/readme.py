@@ -1,8 +1,8 @@
-"""README's measured tables, from the JSON files in results/.
+"""README's measured tables and docs/results.md, from the JSON files in results/.
 
-    python -m gdpa.bench.readme          rewrites README.md between its markers
+    python -m gdpa.bench.readme          rewrites README.md between its markers, and docs/results.md
 
-A test fails where README.md differs from what this writes.
+A file that is not there is not shown. A test fails where the two pages differ from what this writes.
 """
 
 from __future__ import annotations
@@ -12,37 +12,98 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gdpa.bench.providers import NAMES, SOFTMAX, label
+from gdpa.bench.tables import duration, rate, size
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-GPU_RESULTS = ROOT / "results" / "h200-triton.json"
-CPU_RESULTS = ROOT / "results" / "cpu-ratio.json"
+RESULTS = ROOT / "results"
+# README has the first table of each of these; until the GPU's are there, the portable kernels' older one stands in for them.
+GPU_FILES = ("h200-forward.json", "h200-backward.json", "h200-train.json")
+OLD_GPU_FILE = "h200-triton.json"
+CPU_FILE = "cpu.json"
+RATIO_FILE = "cpu-ratio.json"
+
+Data = dict[str, Any]
 
 
-def gpu_table(report: dict[str, Any]) -> str:
-    """TFLOP/s and fraction of the floor, a row for each case, a column for each mode and activation."""
-    rows = report["rows"]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    columns = list(
-        dict.fromkeys((row["mode"], row["activation"]) for row in sorted(rows, key=lambda row: row["mode"] != "forward"))
-    )
-    cells = {(row["case"], row["mode"], row["activation"]): row for row in rows}
+def load(name: str) -> Data | None:
+    path = RESULTS / name
+    data: Data | None = json.loads(path.read_text()) if path.exists() else None
+    return data
+
+
+def gpu_table(name: str, data: Data) -> str:
+    """TFLOP/s and fraction of the floor: a line for each case, a column for each provider and activation. Softmax has none."""
+    rows = [row for row in data["rows"] if row["ms"] is not None]
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    parts = []
+    for mode in modes:
+        mine = [row for row in rows if row["mode"] == mode]
+        activations = list(dict.fromkeys(row["activation"] for row in mine))
+        columns = [
+            (provider, activation)
+            for provider in NAMES
+            for activation in (activations[:1] if provider in SOFTMAX else activations)
+            if any((row["provider"], row["activation"]) == (provider, activation) for row in mine)
+        ]
+        cells = {(row["case"], row["provider"], row["activation"]): row for row in mine}
+        heads = [label(p) if p in SOFTMAX else f"{p} {a}" for p, a in columns]
+        lines = [
+            f"{_where(data)}, {mode}, TFLOP/s and in brackets the fraction of the hardware's floor "
+            f"([docs/benchmarking.md]({{docs}}benchmarking.md)): `{data['header']['command']}` ([{name}]({{root}}results/{name}))",
+            "",
+            "| case | " + " | ".join(heads) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for case in dict.fromkeys(row["case"] for row in data["rows"]):
+            figures = [cells.get((case, *column)) for column in columns]
+            lines.append(f"| {case} | " + " | ".join("-" if row is None else _share(row) for row in figures) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _share(row: Data) -> str:
+    share = row["fraction_of_floor"]
+    return f"{row['tflops']:.0f}" + ("" if share is None else f" [{share:.2f}]")
+
+
+def _where(data: Data) -> str:
+    head = data["header"]
+    if "batch" not in head:
+        return f"{head['device']}, bf16, B=1152, H=4, D=128"
+    dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[head["dtype"]]
+    return f"{head['device']}, {dtype}, B={head['batch']}, H={head['heads']}, D={head['dim']}"
+
+
+def cpu_table(name: str, data: Data) -> str:
+    """The CPU backend beside plain PyTorch: a line for each case and activation."""
+    head = data["header"]
+    cells = {(row["case"], row["activation"], row["mode"], row["provider"]): row for row in data["rows"]}
+    modes = list(dict.fromkeys(row["mode"] for row in data["rows"]))
     lines = [
-        f"{report['header']['device']}, bf16, B=1152, H=4, D=128, TFLOP/s and in brackets the fraction of the hardware's floor "
-        f"([docs/benchmarking.md](docs/benchmarking.md)): `{report['header']['command']}`",
+        f"{_where(data)}, {head['threads']} threads: gdpa-cpu, times as fast as plain PyTorch on padded tensors (its peak memory, "
+        f"plain PyTorch's): `{head['command']}` ([{name}]({{root}}results/{name}))",
         "",
-        "| case | " + " | ".join(f"{mode} {activation}" for mode, activation in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
+        "| case | " + " | ".join(modes) + " |",
+        "|---" * (len(modes) + 1) + "|",
     ]
-    for case in cases:
-        figures = [cells[case, *column] for column in columns]
-        texts = ["-" if row["ms"] is None else f"{row['tflops']:.0f} [{row['fraction_of_floor']:.2f}]" for row in figures]
-        lines.append(f"| {case} | " + " | ".join(texts) + " |")
+    for case, activation in dict.fromkeys((row["case"], row["activation"]) for row in data["rows"]):
+        pairs = [tuple(cells.get((case, activation, mode, provider)) for provider in ("gdpa-cpu", "eager")) for mode in modes]
+        lines.append(f"| {case} {activation} | " + " | ".join(_against(*pair) for pair in pairs) + " |")
     return "\n".join(lines)
 
 
-def cpu_table(report: dict[str, Any]) -> str:
-    """The CPU backend against padded eager PyTorch."""
-    header = report["header"]
-    runs = [json.loads(path.read_text())["rows"] for path in sorted(CPU_RESULTS.parent.glob("cpu-ratio*.json"))]
+def _against(ours: Data | None, eager: Data | None) -> str:
+    if ours is None or eager is None or ours["ms"] is None or eager["ms"] is None:
+        return "-"
+    memory = [size(row["peak_bytes"]) for row in (ours, eager)]
+    return f"{duration(ours['ms'])}, {eager['ms'] / ours['ms']:.2f}x" + (f" ({memory[0]}, {memory[1]})" if all(memory) else "")
+
+
+def ratio_table(data: Data) -> str:
+    """The CPU backend against padded eager PyTorch on larger batches."""
+    header = data["header"]
+    runs = [json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("cpu-ratio*.json"))]
     jagged = [row for rows in runs for row in rows if row["dtype"] == "fp32" and ".." in row["batch"]]
     eager, ratios = [row["padded_ms"] / 1e3 for row in jagged], [row["speedup"] for row in jagged]
     lines = [
@@ -55,23 +116,68 @@ def cpu_table(report: dict[str, Any]) -> str:
         "| batch | dtype | activation | times as fast | its rounds | extra memory |",
         "|---|---|---|---|---|---|",
     ]
-    for row in report["rows"]:
+    for row in data["rows"]:
         memory = "-" if row["memory_fraction"] is None else f"{100 * row['memory_fraction']:.1f} %"
         rounds = f"{row['speedup_lowest']:.2f} to {row['speedup_highest']:.2f}"
         lines.append(f"| {row['batch']} | {row['dtype']} | {row['activation']} | {row['speedup']:.2f} | {rounds} | {memory} |")
     return "\n".join(lines)
 
 
+def header_lines(data: Data) -> str:
+    """Where a file's figures come from."""
+    head = data["header"]
+    facts = [
+        f"commit {head['commit']}",
+        ", ".join(f"{name} {version}" for name, version in head["versions"].items() if version is not None),
+    ]
+    facts += [f"{name} {rate(head[name])}" for name in ("R", "W") if head.get(name)]
+    return "; ".join(facts) + "."
+
+
+def gpu_tables() -> list[tuple[str, Data]]:
+    found = [(name, data) for name in GPU_FILES if (data := load(name)) is not None]
+    if found:
+        return found
+    old = load(OLD_GPU_FILE)
+    return [] if old is None else [(OLD_GPU_FILE, old)]
+
+
+def tables() -> list[str]:
+    """README's: one per file."""
+    parts = [gpu_table(name, data) for name, data in gpu_tables()]
+    cpu = load(CPU_FILE)
+    if cpu is not None:
+        parts.append(cpu_table(CPU_FILE, cpu))
+    return [part.format(docs="docs/", root="") for part in parts]
+
+
+def page() -> str:
+    """docs/results.md: the same tables with where they come from, and what README has no room for."""
+    parts = [
+        "# Measured",
+        "Written by `python -m gdpa.bench.readme` from the files in `results/`; how the figures are made: "
+        "[benchmarking.md](benchmarking.md).",
+    ]
+    named = gpu_tables()
+    cpu, ratio = load(CPU_FILE), load(RATIO_FILE)
+    parts += [f"{gpu_table(name, data)}\n\n{header_lines(data)}" for name, data in named]
+    if cpu is not None:
+        parts.append(f"{cpu_table(CPU_FILE, cpu)}\n\n{header_lines(cpu)}")
+    if ratio is not None:
+        parts.append(ratio_table(ratio))
+    return "\n\n".join(part.format(docs="", root="../") for part in parts) + "\n"
+
+
 def written(text: str) -> str:
     """README's text with its measured tables made anew."""
-    tables = [gpu_table(json.loads(GPU_RESULTS.read_text())), cpu_table(json.loads(CPU_RESULTS.read_text()))]
-    body = "<!-- table:measured -->\n" + "\n\n".join(tables) + "\n<!-- /table:measured -->"
+    body = "<!-- table:measured -->\n" + "\n\n".join(tables()) + "\n<!-- /table:measured -->"
     return re.sub(r"<!-- table:measured -->.*<!-- /table:measured -->", lambda _: body, text, flags=re.DOTALL)
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    path.write_text(written(path.read_text()))
+    readme = ROOT / "README.md"
+    readme.write_text(written(readme.read_text()))
+    (ROOT / "docs" / "results.md").write_text(page())
 
 
 if __name__ == "__main__":
