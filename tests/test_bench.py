@@ -494,3 +494,74 @@ def test_the_schedule_is_built_anew_every_time(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: kept.append(real(self)) or kept[-1])
     extras.schedule_row(build(PMA, "gelu", torch.float32, CPU), Report({}))
     assert len(set(seen)) == len(seen) == extras.SCHEDULE_ROUNDS
+
+
+# What runs on a GPU only, with the device stood in for: the order of what is queued, and the arithmetic.
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A log of what the host asks of the device; an event's time is its place in it."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.place = len(log)
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, other):
+            return float(other.place - self.place - 1)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append("synchronize"))
+    return log
+
+
+def test_events_stand_around_the_timed_calls_alone(gpu):
+    ms = timing.clock(lambda: gpu.append("call"), GPU, repeats=3, filler=lambda: gpu.append("filler"))
+    assert gpu == ["filler", "event", "call", "call", "call", "event", "wait"]
+    assert ms == pytest.approx(3 / 3)
+
+
+def test_on_a_gpu_an_untimed_call_and_a_filler_go_before_each_timed_one(gpu):
+    task = timing.Task(lambda repeats: lambda: gpu.append("call"))
+    effort = timing.Effort(60.0, least_rounds=1, most_rounds=1)
+    samples = timing.interleaved({"a": task}, GPU, effort, filler=lambda: gpu.append("filler"))
+    assert gpu == ["event", "call", "event", "wait", "call", "filler", "event", "call", "event", "wait"]
+    assert samples["a"].ms == [1.0]
+
+
+def test_short_calls_are_repeated_in_the_rounds(gpu, monkeypatch):
+    monkeypatch.setattr(timing, "repeats_for", lambda ms: 4)
+    seen = []
+    task = timing.Task(lambda repeats: seen.append(repeats) or (lambda: gpu.append("call")))
+    timing.interleaved({"a": task}, GPU, timing.Effort(60.0, least_rounds=1, most_rounds=1))
+    assert seen == [1, 1, 4]  # the warm-up, the untimed call, the timed ones
+    assert gpu.count("call") == 1 + 1 + 4
+
+
+def test_the_hosts_time_is_measured_with_an_empty_queue(gpu):
+    task = timing.Task(lambda repeats: gpu.append("set-up") or (lambda: gpu.append("call")))
+    us = timing.host_us(task, GPU, ms=50.0)
+    assert gpu == ["set-up", "synchronize", "call"] * 3 + ["synchronize"]  # few of them, since they are long
+    assert us > 0
+    gpu.clear()
+    timing.host_us(task, GPU, ms=0.1)
+    assert gpu.count("call") == timing.HOST_CALLS
+
+
+def test_the_gpus_peak_is_what_a_call_adds(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: gpu.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
+    call = Call((torch.zeros(1),) * 3, lambda: gpu.append("call") or torch.zeros(1))
+    assert timing.gpu_peak_bytes(call, "forward", torch.zeros(1)) == 250
+    assert gpu == ["synchronize", "reset", "call", "synchronize"]

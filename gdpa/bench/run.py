@@ -17,7 +17,7 @@ from gdpa.bench.providers import Call, Provider
 from gdpa.bench.report import Report, Row
 
 # What drawing a case's data, a provider's gate and one fresh process take, in steps of the progress bar: seconds, about.
-DRAW_STEPS, GATE_STEPS, FRESH_STEPS = 0.5, 0.5, 4.0
+DRAW_STEPS, GATE_STEPS, FRESH_STEPS = 0.5, 0.5, 3.0
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,14 @@ class Plan:
         return self.modes != ("forward",)
 
     @property
+    def fresh_memory(self) -> bool:
+        """Whether memory takes processes of its own."""
+        return self.memory and self.device.type == "cpu"
+
+    @property
     def steps(self) -> float:
         """The length of the progress bar, in seconds, about."""
-        per_provider = GATE_STEPS + FRESH_STEPS * (self.cold + (self.memory and self.device.type == "cpu"))
+        per_provider = GATE_STEPS + FRESH_STEPS * (self.cold + self.fresh_memory)
         per_activation = len(self.modes) * self.effort.seconds + len(self.providers) * per_provider
         return len(self.cases) * (DRAW_STEPS + len(self.activations) * per_activation)
 
@@ -122,7 +127,10 @@ class Run:
                 for row in self._measure(workload, mode, {name: entries[name] for name in names}):
                     self.report.add(row)
                 self.save()
-            self._advance(plan.effort.seconds)
+            # The first mode's memory run has measured all of them.
+            self._advance(
+                plan.effort.seconds + (FRESH_STEPS * len(plan.providers) if plan.fresh_memory and mode == plan.modes[0] else 0)
+            )
         if plan.graph:
             for entry in entries.values():
                 self.report.graph += extras.graph_rows(workload, entry, plan.modes)

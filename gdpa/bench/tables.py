@@ -36,9 +36,9 @@ def show(report: Report, console: Console) -> None:
         table = _fitting(rows, console)
         shown |= {str(column.header) for column in table.columns}
         console.print(table)
-        for text, names in _notes(rows).items():
+        for text, about in _notes(rows).items():
             failed = any(row.failed for row in rows if row.note == text)
-            console.print(f"{', '.join(names)}: {text}", style="red" if failed else "dim", markup=False)
+            console.print(f"{', '.join(about)}: {text}", style="red" if failed else "dim", markup=False)
         console.print()
     _show_extras(report, console)
     if report.rows:
@@ -46,11 +46,14 @@ def show(report: Report, console: Console) -> None:
 
 
 def _notes(rows: list[Row]) -> dict[str, list[str]]:
-    """Each note once, with the providers it is about."""
+    """Each note once, with the providers it is about, and their mode where it is not about all of them."""
     notes: dict[str, list[str]] = {}
     for row in rows:
-        if row.note and row.provider not in notes.setdefault(row.note, []):
-            notes[row.note].append(row.provider)
+        if row.note:
+            everywhere = all(other.note == row.note for other in rows if other.provider == row.provider)
+            about = row.provider if everywhere else f"{row.provider} {row.mode}"
+            if about not in notes.setdefault(row.note, []):
+                notes[row.note].append(about)
     return notes
 
 
