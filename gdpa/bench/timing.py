@@ -31,6 +31,8 @@ MOST_REPEATS = 8
 NOISE = 0.03
 LEAST_ROUNDS_FOR_NOISE = 6
 HOST_CALLS, HOST_SECONDS = 20, 0.15
+# Rows of the square matrices that R is measured with, and bytes of the copy for W.
+HARDWARE_SIZES = {"cuda": (8192, 2**30), "cpu": (1024, 2**26)}
 
 Work = Callable[[], object]
 
@@ -211,8 +213,7 @@ class Hardware:
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, products: bool = True) -> Hardware:
         """`products` is False where a matmul in this dtype would end the process; then there is no R."""
-        on_gpu = device.type == "cuda"
-        size, moved = (8192, 2**30) if on_gpu else (1024, 2**26)
+        size, moved = HARDWARE_SIZES[device.type]
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         product = torch.empty_like(a)
         source = torch.zeros(moved, device=device, dtype=torch.uint8)
