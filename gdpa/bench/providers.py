@@ -63,9 +63,9 @@ class Provider:
     """One way to compute a workload. The gate holds `budget_share` times the error budget against it."""
 
     name: str
-    # gdpa's backends are held to the budget itself. Others round where the budget does not allow a kernel to (eager rounds S), so
-    # they may err more, and their note says so; past this many times the budget they compute something else.
-    budget_share: float = 8.0
+    # gdpa's backends are held to the budget itself. Others round where the budget does not allow a kernel to (eager rounds S: up
+    # to 1.6 times it with exp), so they may err more, and their note says so; past this many times the budget they compute something else.
+    budget_share: float = 4.0
     note: str | None = None  # what differs from the case's own function
 
     def reason_against(self, workload: Workload, gradients: bool) -> str | None:
