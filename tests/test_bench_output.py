@@ -117,6 +117,16 @@ def test_resuming_keeps_the_rows_with_a_figure_and_tries_the_others_again(tmp_pa
     assert results.header["command"] == "gdpa bench; then gdpa bench --resume"
 
 
+def test_resuming_keeps_the_range_of_the_rates(tmp_path):
+    path = tmp_path / "rows.json"
+    Report(head(), [row()], rates=[(2e12, 1e12), (4e12, 3e12), (3e12, 2e12)]).write(path)
+    results = report.resume(path, head())
+    results.rates.append((5e12, 1.5e12))
+    header = results.as_json()["header"]
+    assert (header["R"]["lowest"], header["R"]["highest"]) == (2.0, 5.0)
+    assert (header["W"]["lowest"], header["W"]["highest"]) == (1.0, 3.0)
+
+
 def test_resuming_without_a_file_is_a_new_run(tmp_path):
     assert report.resume(tmp_path / "none.json", head()).rows == []
 

@@ -108,3 +108,6 @@ def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypat
     cpu = data | {"header": header | {"threads": 2, "versions": {}}, "rows": [ours, eager]}
     (tmp_path / "cpu.json").write_text(json.dumps(cpu))
     assert "| self-8 silu | 2 ms, 2.50x (10 B, 1 KB) |" in readme.tables()[1]
+    train = {"header": {"command": "gdpa train"}, "rows": [{"model": "a", "seconds_per_step": 0.12345, "steps": 9}]}
+    (tmp_path / "h200-train.json").write_text(json.dumps(train))
+    assert "| a | 0.1235 | 9 |" in readme.tables()[1]

@@ -18,7 +18,8 @@ from gdpa.bench.tables import duration, rate, size
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
 # README has the first table of each of these; until the GPU's are there, the portable kernels' older one stands in for them.
-GPU_FILES = ("h200-forward.json", "h200-backward.json", "h200-train.json")
+GPU_FILES = ("h200-forward.json", "h200-backward.json")
+TRAIN_FILE = "h200-train.json"
 OLD_GPU_FILE = "h200-triton.json"
 CPU_FILE = "cpu.json"
 RATIO_FILE = "cpu-ratio.json"
@@ -123,6 +124,21 @@ def ratio_table(data: Data) -> str:
     return "\n".join(lines)
 
 
+def train_table(name: str, data: Data) -> str:
+    """Training runs have figures of their own: a column for whatever a row holds."""
+    keys = list(dict.fromkeys(key for row in data["rows"] for key, value in row.items() if isinstance(value, str | int | float)))
+    lines = [
+        f"Training: `{data['header']['command']}` ([{name}]({{root}}results/{name}))",
+        "",
+        "| " + " | ".join(key.replace("_", " ") for key in keys) + " |",
+        "|---" * len(keys) + "|",
+    ]
+    for row in data["rows"]:
+        cells = [row.get(key) for key in keys]
+        lines.append("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
 def header_lines(data: Data) -> str:
     """Where a file's figures come from."""
     head = data["header"]
@@ -145,7 +161,9 @@ def gpu_tables() -> list[tuple[str, Data]]:
 def tables() -> list[str]:
     """README's: one per file."""
     parts = [gpu_table(name, data) for name, data in gpu_tables()]
-    cpu = load(CPU_FILE)
+    train, cpu = load(TRAIN_FILE), load(CPU_FILE)
+    if train is not None:
+        parts.append(train_table(TRAIN_FILE, train))
     if cpu is not None:
         parts.append(cpu_table(CPU_FILE, cpu))
     return [part.format(docs="docs/", root="") for part in parts]
@@ -159,8 +177,10 @@ def page() -> str:
         "[benchmarking.md](benchmarking.md).",
     ]
     named = gpu_tables()
-    cpu, ratio = load(CPU_FILE), load(RATIO_FILE)
+    train, cpu, ratio = load(TRAIN_FILE), load(CPU_FILE), load(RATIO_FILE)
     parts += [f"{gpu_table(name, data)}\n\n{header_lines(data)}" for name, data in named]
+    if train is not None:
+        parts.append(train_table(TRAIN_FILE, train))
     if cpu is not None:
         parts.append(f"{cpu_table(CPU_FILE, cpu)}\n\n{header_lines(cpu)}")
     if ratio is not None:

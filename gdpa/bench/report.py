@@ -139,4 +139,9 @@ def resume(path: Path, header: dict[str, Any]) -> Report:
     rows = [Row(**{key: row[key] for key in KEYS}) for row in data["rows"] if row["ms"] is not None]
     kept = {name: data.get(name, []) for name in EXTRAS}
     commands = f"{data['header'].get('command')}; then {header['command']}"
-    return Report({**header, "command": commands, "cases": data["header"].get("cases", {})}, rows, **kept)
+    result = Report({**header, "command": commands, "cases": data["header"].get("cases", {})}, rows, **kept)
+    rate, bandwidth = data["header"].get("R"), data["header"].get("W")
+    if rate and bandwidth:
+        # The file has the range of the earlier rounds, not each of them.
+        result.rates = [(rate[name] * 1e12, bandwidth[name] * 1e12) for name in ("lowest", "median", "highest")]
+    return result

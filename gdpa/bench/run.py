@@ -118,7 +118,7 @@ class Run:
         entries: dict[str, Entry] = {}
         for provider in plan.providers:
             if provider.name in wanted or plan.graph:
-                self.progress.step(f"{label}: {provider.name}, checking against the oracle", self.steps_done)
+                self.progress.step(f"{label}: {provider.name}, checking", self.steps_done)
                 entries[provider.name] = enter(provider, workload, plan.gradients)
             self._advance(GATE_STEPS)
         for mode in plan.modes:
