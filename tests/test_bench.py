@@ -180,7 +180,7 @@ def test_rounds_interleave_the_providers():
 def test_a_provider_that_uses_up_the_time_by_itself_is_measured_once():
     order = []
     tasks = {"quick": _recording("q", order), "slow": _recording("s", order, 0.1), "rate": _recording("r", order, 0.1)}
-    samples = timing.interleaved(tasks, CPU, timing.Effort(0.15, least_rounds=4, most_rounds=4), always=("rate",))
+    samples = timing.interleaved(tasks, CPU, timing.Effort(0.08, least_rounds=4, most_rounds=4), always=("rate",))
     assert [len(samples[name].ms) for name in tasks] == [4, 1, 4]
 
 
@@ -472,12 +472,20 @@ def test_a_failed_cold_call_says_what_the_process_said():
         fresh.first_call_ms(SELF, "gelu", torch.float64, CPU, "gdpa-triton")
 
 
-def test_a_graph_on_a_cpu_says_that_it_needs_a_gpu():
+def test_graphs_are_of_the_forward_and_of_forward_with_backward(monkeypatch):
+    replayed = []
+    monkeypatch.setattr(extras, "replay_ms", lambda call, mode, d_out: replayed.append(mode) or 0.5)
     results = Report({})
-    run.run(plan(Gdpa("cpu"), graph=True), results)
-    assert [(row["mode"], row["ms"], row["note"]) for row in results.graph] == [
-        ("forward", None, "CUDA graphs need a GPU"), ("both", None, "CUDA graphs need a GPU")
-    ]  # fmt: skip
+    run.run(plan(Gdpa("cpu"), Stub(reason="absent"), Stub("wrong", spoil="dq"), graph=True), results)
+    assert [(row["provider"], row["mode"], row["ms"], row["note"]) for row in results.graph] == [
+        ("gdpa-cpu", "forward", 0.5, None),
+        ("gdpa-cpu", "both", 0.5, None),
+        ("stub", "forward", None, "absent"),
+        ("stub", "both", None, "absent"),
+        ("wrong", "forward", 0.5, None),
+        ("wrong", "both", None, "wrong, not timed"),
+    ]
+    assert replayed == ["forward", "both", "forward"]
 
 
 def test_the_schedules_cost_stands_beside_the_forward():

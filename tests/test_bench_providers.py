@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+import gdpa
 from gdpa.bench import external, gate, plain, providers, softmax
 from gdpa.bench.cases import Case, Size, build
 from gdpa.numerics import Results
@@ -214,6 +215,13 @@ def test_metas_kernel_says_which_activation_it_lacks(monkeypatch):
 # Plain PyTorch
 
 
+def test_plain_pytorchs_functions_are_the_activations():
+    s = torch.linspace(-5, 5, 101, dtype=torch.float64)
+    assert tuple(plain.FUNCTIONS) == gdpa.activations()
+    for name, function in plain.FUNCTIONS.items():
+        torch.testing.assert_close(function(s), gdpa.Activation(name)(s))
+
+
 @pytest.mark.parametrize("activation", plain.LOGARITHMS)
 @EVERY
 def test_flex_gives_the_activation_back_from_its_logarithm(name, activation):
@@ -231,7 +239,7 @@ def test_flex_says_where_there_is_no_logarithm():
 def test_compile_runs_eagers_function(monkeypatch):
     compiled = []
     monkeypatch.setattr(plain.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiled.append(f) or f)
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, fullgraph: compiled.append(f) or f)
     assert_passes(plain.Compiled(), workload_of("self-20-jag"))
     assert len(compiled) == 1
     monkeypatch.setattr(plain.shutil, "which", lambda name: None)

@@ -206,6 +206,7 @@ def test_precompile_builds_for_another_architecture(tmp_path):
         (["bench", "--case", "self-512-jagg"], "nearest: self-512-jag"),
         (["bench", "--suite", "ful"], "did you mean 'full'?"),
         (["bench", "--mode", "forwards"], "did you mean 'forward'?"),
+        (["bench", "--device", "cpu", "--graph"], "--graph: expected a CUDA device"),
         (["bench", "--resume"], "--resume: expected --json FILE"),
         (["bench", "--compare", "/no/a.json", "/no/b.json"], "--compare: expected a file that can be read"),
         (["bench", "--show", "/no/a.json"], "--show: expected a file that can be read"),

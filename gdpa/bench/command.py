@@ -120,6 +120,8 @@ def _plan(options: argparse.Namespace, device: torch.device) -> bench_run.Plan:
         raise GdpaError(f"--seconds: expected a positive number, got {options.seconds}")
     if options.suite is not None:
         check_choice("--suite", options.suite, tuple(SUITES))
+    if options.graph and not gpu:
+        raise GdpaError(f"--graph: expected a CUDA device, since CUDA graphs need one, got {device}")
     modes = listed(options.mode) or list(DEFAULT_MODES)
     for mode in modes:
         check_choice("--mode", mode, MODES)

@@ -22,11 +22,13 @@ SCHEDULE_ROUNDS = 11
 SCHEDULE_BLOCK = 128  # rows of a tile in the forward kernels
 
 
-def cold_row(case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: Provider) -> dict[str, Any]:
-    """The first forward and backward of a process with empty caches."""
+def cold_row(
+    case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: Provider, gradients: bool
+) -> dict[str, Any]:
+    """The first call of a process with empty caches: forward, and backward where the run asks for gradients."""
     row = {"case": case.name, "activation": activation, "provider": provider.name, "ms": None, "note": None}
     try:
-        return {**row, "ms": fresh.first_call_ms(case, activation, dtype, device, provider.name)}
+        return {**row, "ms": fresh.first_call_ms(case, activation, dtype, device, provider.name, gradients)}
     except fresh.FreshProcessFailed as error:
         return {**row, "note": str(error)}
 
@@ -47,8 +49,6 @@ def graph_rows(workload: Workload, entry: Entry, modes: tuple[Mode, ...]) -> lis
         }
         if entry.wrong(mode):
             row["note"] = "wrong, not timed"
-        elif workload.problem.device.type != "cuda":
-            row["note"] = "CUDA graphs need a GPU"
         elif entry.call is not None:
             try:
                 row["ms"] = replay_ms(entry.call, mode, entry.call.lay_out(workload.d_out))

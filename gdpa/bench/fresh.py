@@ -38,11 +38,14 @@ class FreshProcessFailed(RuntimeError):
     """The process gave no figure; the message says what it printed last."""
 
 
-def first_call_ms(case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str) -> float:
-    """Milliseconds of the first forward and backward of a process with empty caches."""
+def first_call_ms(
+    case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str, gradients: bool = True
+) -> float:
+    """Milliseconds of the first forward (and backward, where `gradients`) of a process with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: f"{folder}/{name.lower()}" for name in CACHE_VARIABLES}
-        return float(_ask("first_call", case, activation, dtype, device, provider, caches))
+        what = "first_step" if gradients else "first_forward"
+        return float(_ask(what, case, activation, dtype, device, provider, caches))
 
 
 def peak_bytes(case: Case, activation: str, dtype: torch.dtype, provider: str, gradients: bool = True) -> dict[Mode, int] | None:
@@ -95,20 +98,21 @@ def main() -> None:
     case = Case(**request["case"])
     device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
     measure: dict[str, Callable[..., Any]] = {
-        "first_call": _first_call,
+        "first_forward": partial(_first_call, mode="forward"),
+        "first_step": partial(_first_call, mode="backward"),
         "forward_memory": partial(_peak_memory, gradients=False),
         "training_memory": partial(_peak_memory, gradients=True),
     }
     print(json.dumps(measure[request["what"]](case, request["activation"], dtype, device, request["provider"])))
 
 
-def _first_call(case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str) -> float:
+def _first_call(case: Case, activation: str, dtype: torch.dtype, device: torch.device, provider: str, mode: Mode) -> float:
     workload = build(case, activation, dtype, device)
     call = by_name(provider).prepare(workload)
     d_out = call.lay_out(workload.d_out)
     _wait(device)
     start = time.perf_counter()
-    training_step(call, "backward", d_out)
+    training_step(call, mode, d_out)
     _wait(device)
     return (time.perf_counter() - start) * 1e3
 

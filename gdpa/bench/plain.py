@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gdpa.activations import Activation
 from gdpa.bench.cases import Workload
 from gdpa.bench.providers import Call, Provider, as_leaves, lacks_memory
 from gdpa.jagged import pack, unpack
@@ -63,6 +62,24 @@ class Padded:
         return Call(leaves, forward, lambda d_out: self.tensor(d_out, True), self.collect)
 
 
+# torch's own functions, as one would write them.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda s: s,
+    "relu": F.relu,
+    "relu2": lambda s: F.relu(s).square(),
+    "leaky_relu": F.leaky_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda s: F.gelu(s, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "hardswish": F.hardswish,
+    "exp": torch.exp,
+}
+
+
 class Eager(Provider):
     """f(scale * q @ k^T) @ v with a mask over the padded keys."""
 
@@ -75,7 +92,7 @@ class Eager(Provider):
 
     def prepare(self, workload: Workload) -> Call:
         problem, inputs = workload.problem, workload.inputs
-        f = Activation.from_key(problem.activation_of(0))
+        f = FUNCTIONS[workload.activation]
         padded = Padded(workload)
         q, k, v = padded.leaves()
         padding = None
@@ -105,7 +122,7 @@ class Compiled(Eager):
 
     def prepare(self, workload: Workload) -> Call:
         call = super().prepare(workload)
-        return replace(call, forward=torch.compile(call.forward, dynamic=False))
+        return replace(call, forward=compiled(call.forward))
 
 
 # log f, for the activations that are never negative. Where f is 0 its logarithm is -inf, with a slope of zero.
@@ -166,7 +183,16 @@ class Flex(Provider):
             assert sums.lse is not None
             return out * sums.lse.exp()[..., None].to(out.dtype)
 
-        return padded.call(leaves, torch.compile(forward, dynamic=False) if on_gpu else forward)
+        return padded.call(leaves, compiled(forward) if on_gpu else forward)
+
+
+def compiled(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """torch.compile, which raises where it would run something eagerly without a word: at a graph break, or after too many cases."""
+    torch._dynamo.config.recompile_limit = 4096
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    result: Callable[[], Tensor] = torch.compile(function, dynamic=False, fullgraph=True)
+    return result
 
 
 def broken_products(problem: Problem) -> str | None:

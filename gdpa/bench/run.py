@@ -227,7 +227,9 @@ class Run:
             for provider in self.plan.providers:
                 if (case.name, activation, provider.name) in timed and provider.name not in extras.NOTHING_TO_COMPILE:
                     self.progress.step(f"{case.name} {activation}: {provider.name}, cold first call", self.steps_done)
-                    self.report.cold.append(extras.cold_row(case, activation, self.plan.dtype, self.plan.device, provider))
+                    self.report.cold.append(
+                        extras.cold_row(case, activation, self.plan.dtype, self.plan.device, provider, self.plan.gradients)
+                    )
                 self._advance(FRESH_STEPS)
         self.save()
 

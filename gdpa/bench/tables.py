@@ -108,7 +108,7 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> Table:
 
 def _show_extras(report: Report, console: Console) -> None:
     titles = {
-        "cold": "cold: the first forward and backward of a process, caches empty",
+        "cold": "cold: the first call of a process, caches empty; with its backward unless forward alone is measured",
         "graph": "replay of a CUDA graph",
         "schedule": "building gdpa's tile list, nothing cached",
     }

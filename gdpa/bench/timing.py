@@ -69,7 +69,7 @@ class Samples:
 class Effort:
     """How long to measure one (case, mode): rounds until `seconds` are spent, within the two bounds.
 
-    A provider that has used `patience * seconds` by itself, its warm-up included, sits out the rounds after its first.
+    A provider that has used `patience * seconds` by itself sits out the rounds after its first.
     """
 
     seconds: float
@@ -140,6 +140,7 @@ def interleaved(
         ms = turn(name, warmed=False)
         if ms is not None and on_gpu:
             repeats[name] = repeats_for(ms)
+        spent[name] = 0.0  # the warm-up may have compiled
     kept = set(always)
     start = time.perf_counter()
     for done in range(effort.most_rounds):
