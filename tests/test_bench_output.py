@@ -84,6 +84,13 @@ def test_there_is_one_row_for_each_key():
     assert [found.ms for found in results.rows] == [3.0]
 
 
+def test_lists_beside_the_rows_have_one_row_for_each_key_too():
+    results = Report(head())
+    for ms, provider in ((1.0, "gdpa-cpu"), (2.0, "eager"), (3.0, "gdpa-cpu")):
+        results.put("cold", {"case": "a", "activation": "gelu", "provider": provider, "ms": ms, "note": None})
+    assert [(found["provider"], found["ms"]) for found in results.cold] == [("eager", 2.0), ("gdpa-cpu", 3.0)]
+
+
 def test_the_commit_outside_a_checkout_is_what_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.gdpa, "__file__", str(tmp_path / "gdpa" / "__init__.py"))
     monkeypatch.setenv("GDPA_COMMIT", "abc")

@@ -71,6 +71,14 @@ class Report:
         self.rows = [other for other in self.rows if other.key != row.key]
         self.rows.append(row)
 
+    def put(self, name: str, row: dict[str, Any]) -> None:
+        """Add to one of the lists beside the rows, in the place of an older one of the same case, mode, activation and provider."""
+
+        def key(facts: dict[str, Any]) -> tuple[Any, ...]:
+            return tuple(facts.get(part) for part in ("case", "mode", "activation", "provider"))
+
+        setattr(self, name, [*(other for other in getattr(self, name) if key(other) != key(row)), row])
+
     def ordered(self) -> list[Row]:
         """The rows by case, activation, mode and provider: those of a resumed run come in any order."""
         cases, activations = (list(dict.fromkeys(getattr(row, name) for row in self.rows)) for name in ("case", "activation"))

@@ -133,10 +133,11 @@ class Run:
             )
         if plan.graph:
             for entry in entries.values():
-                self.report.graph += extras.graph_rows(workload, entry, plan.modes)
+                for row in extras.graph_rows(workload, entry, plan.modes):
+                    self.report.put("graph", row)
             self.save()
         if plan.schedule and workload.activation == plan.activations[0]:
-            self.report.schedule.append(extras.schedule_row(workload, self.report))
+            self.report.put("schedule", extras.schedule_row(workload, self.report))
             self.save()
         self.progress.finished(label)
 
@@ -227,9 +228,8 @@ class Run:
             for provider in self.plan.providers:
                 if (case.name, activation, provider.name) in timed and provider.name not in extras.NOTHING_TO_COMPILE:
                     self.progress.step(f"{case.name} {activation}: {provider.name}, cold first call", self.steps_done)
-                    self.report.cold.append(
-                        extras.cold_row(case, activation, self.plan.dtype, self.plan.device, provider, self.plan.gradients)
-                    )
+                    dtype, device, gradients = self.plan.dtype, self.plan.device, self.plan.gradients
+                    self.report.put("cold", extras.cold_row(case, activation, dtype, device, provider, gradients))
                 self._advance(FRESH_STEPS)
         self.save()
 
