@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdpa
 from gdpa import numerics
-from gdpa.backends import cpu, cpu_plan
+from gdpa.backends import cpu, cpu_plan, cpu_tensors
 from gdpa.backends.cpu_kernels import FUSED, kernel_of
 from gdpa.problem import describe, window_mask
 
@@ -30,6 +30,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_plan, "MASKED_TILE_KEYS", 16)
     monkeypatch.setattr(cpu_plan, "MASKED_TILE_ROWS", 32)
     monkeypatch.setattr(cpu_plan, "BATCH_SCORES", 2 * 32 * 24)
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are computed in the caller's memory wherever they can be, which is NaN before."""
+    monkeypatch.setattr(cpu_tensors, "LEAST_NUMBERS_IN_PLACE", 0)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(*sizes, **options).fill_(float("nan")))
 
 
 @pytest.fixture
@@ -70,6 +78,56 @@ def test_many_tiles_match_the_oracle(form: str, window: tuple[int, int], dtype: 
         seed=2,
     )
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("form", ["packed", "dense", "dense-key", "shared-query"])
+@pytest.mark.parametrize("lengths", [(65, 7, 100), (40, 40, 40, 40, 40), (3, 3)], ids=["apart", "a run", "a short run"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.usefixtures("small_tiles", "in_place")
+def test_results_computed_in_place_match_the_oracle(form: str, lengths: tuple[int, ...], heads: int, kv_heads: int) -> None:
+    """Tiles add to the caller's memory; runs of equal lengths are computed head by head where they are long enough."""
+    for window in ((-1, -1), (30, 0)):
+        case = make_case(
+            form,
+            q_lengths=lengths,
+            k_lengths=lengths if lengths[0] == lengths[1] else lengths[::-1],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=24,
+            value_dim=40,
+            dtype=torch.float32,
+            window_size=window,
+            out_scale="per-sequence",
+            tail=(3, 2),
+            seed=20,
+        )
+        check(case, "cpu")
+
+
+@pytest.mark.parametrize("layout", ["heads first", "strided", "rows apart", "expanded"])
+@pytest.mark.usefixtures("in_place")
+def test_any_strides_of_fp32_inputs_give_the_results_of_contiguous_ones(layout: str) -> None:
+    case = make_case("dense", q_lengths=(70,) * 4, k_lengths=(70,) * 4, heads=3, head_dim=16, dtype=torch.float32, seed=21)
+
+    def laid_out(x: Tensor) -> Tensor:
+        if layout == "heads first":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "strided":
+            return torch.stack((x, x), -1)[..., 0]
+        if layout == "rows apart":
+            return torch.cat((x, x), 1)[:, : x.shape[1]]
+        return x[:1, :1, :1, :1].expand(x.shape)
+
+    tensors = [laid_out(x) for x in (*case.inputs[:3], case.d_out)]
+    results = []
+    for q, k, v, d_out in (tensors, [x.contiguous() for x in tensors]):
+        out = cpu.forward(case.problem, q, k, v, None, None, None)
+        results.append((out, *cpu.backward(case.problem, d_out, q, k, v, None, None, None, (True,) * 3)))
+    for a, b in zip(*results, strict=True):
+        assert a is not None
+        assert b is not None
+        # Other strides may choose another kernel for a product, hence another order of its sum of at most 70 terms.
+        assert (a - b).abs().max() <= 70 * torch.finfo(torch.float32).eps * b.abs().max()
 
 
 @DTYPES
@@ -359,6 +417,42 @@ def test_a_forked_process_makes_workers_of_its_own() -> None:
     assert receiver.poll(30), "the child hangs"
     assert receiver.recv() == case.call(*case.inputs[:3], "cpu").sum().item()
     process.join()
+
+
+def test_scratch_memory_is_kept_for_the_next_call_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("dense", q_lengths=(64,) * 3, k_lengths=(64,) * 3, heads=2, dtype=torch.bfloat16, seed=22)
+
+    def kept() -> dict[Any, int]:
+        return {key: buffer.data_ptr() for key, buffer in cpu_tensors._kept.buffers.items()}
+
+    def call() -> Tensor:
+        return cpu.forward(case.problem, *case.inputs[:5], None)
+
+    with multiprocessing.pool.ThreadPool(1) as fresh:  # a thread's memory is its own
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_tensors, "KEPT_BYTES", 0)
+            fresh.apply(call)
+            assert not fresh.apply(kept)
+
+        def call_in_inference_mode() -> Tensor:
+            with torch.inference_mode():
+                return call()
+
+        right = fresh.apply(call_in_inference_mode)
+        first = fresh.apply(kept)
+        assert first
+        # Memory from inference mode serves outside it.
+        assert torch.equal(fresh.apply(call), right)
+        assert fresh.apply(kept) == first
+        assert not set(first.values()) & set(kept().values())
+
+
+def test_runs_long_enough_are_computed_head_by_head_unless_they_are_copied_anyway() -> None:
+    for dtype, expected in ((torch.float32, [(5, True), (2, False)]), (torch.bfloat16, [(5, False), (2, False)])):
+        case = make_case(q_lengths=(20,) * 5 + (30,) * 2, heads=3, dtype=dtype, seed=23)
+        plan = cpu_plan.Plan.of(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
+        assert [(block.count, block.by_head) for block in plan.blocks] == expected
+        check(case, "cpu")
 
 
 def test_merged_sequences_are_those_of_equal_lengths_in_a_row() -> None:

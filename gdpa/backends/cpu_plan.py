@@ -54,6 +54,7 @@ class Block:
     q_len: int
     k_start: int
     k_len: int
+    by_head: bool  # its products are of one key head each
 
     @property
     def empty(self) -> bool:
@@ -179,8 +180,15 @@ class TileShape:
             rows = _even(block.q_len, max(TILE_ROWS, scores // max(block.k_len, TILE_KEYS // 4)))
             keys = _even(block.k_len, max(TILE_KEYS, scores // max(rows, TILE_ROWS // 4)))
         members = min(problem.group, max(1, min(TILE_ROWS // rows, BATCH_SCORES // (rows * keys))))
-        key_heads = BATCH_SCORES // (block.count * rows * members * keys)
+        key_heads = 1 if block.by_head else BATCH_SCORES // (block.count * rows * members * keys)
         return cls(rows, members, keys, min(problem.kv_heads, max(1, key_heads)))
+
+
+def _sequences_at_once(problem: Problem, q_len: int, k_len: int, key_heads: int) -> int:
+    """How many sequences of these lengths a product can take."""
+    scores = problem.group * q_len * k_len
+    numbers = max(problem.group * q_len, k_len) * max(problem.head_dim, problem.value_dim)
+    return min(BATCH_SCORES // max(1, key_heads * scores), BATCH_NUMBERS // max(1, key_heads * numbers))
 
 
 def _even(length: int, most: int) -> int:
@@ -226,13 +234,16 @@ class Plan:
         first = 0
         while first < problem.batch:
             (q_start, q_len), (k_start, k_len) = queries[first], keys[first]
-            numbers = max(q_len * problem.heads, k_len * problem.kv_heads) * max(problem.head_dim, problem.value_dim)
-            most = min(BATCH_SCORES // max(1, problem.heads * q_len * k_len), BATCH_NUMBERS // max(1, numbers))
-            limit = min(problem.batch, first + most)
+            limit = min(problem.batch, first + _sequences_at_once(problem, q_len, k_len, problem.kv_heads))
+            by_head = False
+            # Matrices of one head lie at equal distances in memory, those of several heads and sequences do not: they need copies.
+            if limit > first + 1 and problem.dtype.itemsize > 2 and problem.query_side != "shared":
+                by_head = True
+                limit = min(problem.batch, first + _sequences_at_once(problem, q_len, k_len, 1))
             end = first + 1
             while end < limit and queries[end][1] == q_len and keys[end][1] == k_len:
                 end += 1
-            blocks.append(Block(first, end - first, q_start, q_len, k_start, k_len))
+            blocks.append(Block(first, end - first, q_start, q_len, k_start, k_len, by_head and end - first >= problem.kv_heads))
             first = end
         return cls(problem, blocks)
 
