@@ -128,13 +128,12 @@ class Run:
                     self.report.add(row)
                 self.save()
             # The first mode's memory run has measured all of them.
-            self._advance(
-                plan.effort.seconds + (FRESH_STEPS * len(plan.providers) if plan.fresh_memory and mode == plan.modes[0] else 0)
-            )
+            memory_steps = FRESH_STEPS * len(plan.providers) if plan.fresh_memory and mode == plan.modes[0] else 0.0
+            self._advance(plan.effort.seconds + memory_steps)
         if plan.graph:
             for entry in entries.values():
-                for row in extras.graph_rows(workload, entry, plan.modes):
-                    self.report.put("graph", row)
+                for replay in extras.graph_rows(workload, entry, plan.modes):
+                    self.report.put("graph", replay)
             self.save()
         if plan.schedule and workload.activation == plan.activations[0]:
             self.report.put("schedule", extras.schedule_row(workload, self.report))
