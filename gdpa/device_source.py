@@ -2,7 +2,8 @@
 
 Two flavours. The portable one is built of elementwise `tl` operations alone, so that it also runs in Triton's
 interpreter, and keeps float32 accuracy. The fast one is for NVIDIA devices (sm_75 and later) whose scores are rounded
-to bfloat16 anyway: it uses the approximate instructions of the special-function unit.
+to bfloat16 anyway: it uses the approximate instructions of the special-function unit, and folds the scale of the scores
+and constants into the steps (`gdpa.folding`).
 """
 
 from __future__ import annotations
@@ -26,24 +27,38 @@ import torch
 from gdpa.activations import Activation
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
-from gdpa.graph import Graph, Operand, Ref, Statement, formulas
+from gdpa.folding import ONE, Coefficient, Folded, StepOperand, fold, spelled
+from gdpa.graph import Operand, Ref, Statement, formulas
 
-GENERATOR_VERSION = 5
+GENERATOR_VERSION = 6
 
 
 @dataclass(frozen=True)
 class DeviceFunctions:
-    """Functions for kernels to call on a float32 tile of scores.
+    """Functions for kernels to call on a float32 tile of scores, decorated for the frontend asked for.
+
+    `value` and `pair` take scores that are scaled already. The others take raw ones and the scale, a scalar, and give results
+    but for factors, for the kernel to put where they cost least, such as on the sum over the keys. Only the fast flavour has
+    factors other than 1: float16 may not have the range for a result without its factor.
 
     Attributes:
-        value: `activate(s, head) -> f(s)`, decorated for the frontend asked for.
-        pair: `activate_pair(s, head) -> (f(s), f'(s))`, likewise.
+        value: `activate(s, head) -> f(s)`.
+        pair: `activate_pair(s, head) -> (f(s), f'(s))`.
+        scaled: `activate_scaled(s, scale, head) -> g`, with f(scale * s) = c * g.
+        factor: `factor(scale, head) -> c`, a float32 scalar.
+        scaled_pair: `activate_pair_scaled(s, scale, head) -> (g, dg)`, with f(scale * s) = c * g and f'(scale * s) = d * dg. This
+            g and c may differ from those of `scaled` and `factor`.
+        pair_factors: `pair_factors(scale, head) -> (c, d)`, float32 scalars.
         source: the text of the generated module.
         path: the file it was written to.
     """
 
     value: Any
     pair: Any
+    scaled: Any
+    factor: Any
+    scaled_pair: Any
+    pair_factors: Any
     source: str
     path: Path
 
@@ -75,7 +90,16 @@ def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -
     name = f"gdpa_activation_{_digest(keys, fast, frontend)}"
     path = _write(f"{name}.py", source)
     module = _import(f"{name}_{'interpreted' if interpreted else 'compiled'}", path, source)
-    return DeviceFunctions(module.activate, module.activate_pair, source, path)
+    return DeviceFunctions(
+        value=module.activate,
+        pair=module.activate_pair,
+        scaled=module.activate_scaled,
+        factor=module.factor,
+        scaled_pair=module.activate_pair_scaled,
+        pair_factors=module.pair_factors,
+        source=source,
+        path=path,
+    )
 
 
 def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "triton") -> str:
@@ -86,8 +110,20 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
+        if fast:
+            functions += writer.scaled_functions("value", i, expression, 1)
+            functions += writer.scaled_functions("pair", i, expression, 2)
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
-    dispatch = [_dispatch("activate", "value", "y", heads), _dispatch("activate_pair", "pair", "y, dy", heads)]
+    dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
+    if fast:
+        dispatch += [
+            _dispatch("activate_scaled", "scaled_value", "s, scale", "g", heads),
+            _dispatch("factor", "factors_of_value", "scale", "c", heads),
+            _dispatch("activate_pair_scaled", "scaled_pair", "s, scale", "g, dg", heads),
+            _dispatch("pair_factors", "factors_of_pair", "scale", "c, d", heads),
+        ]
+    else:
+        dispatch += _UNFOLDED
     flavour = "approximate instructions of NVIDIA devices" if fast else "portable operations"
     title = f'"""Activations of gdpa as {frontend} device functions, in {flavour}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
@@ -102,16 +138,25 @@ _PREAMBLES = {
 }
 
 
-def _dispatch(name: str, prefix: str, results: str, heads: dict[int, list[int]]) -> str:
-    """`name(s, head)`: a chain of branches over the distinct functions; the one of most heads needs no test."""
-    lines = ["@jit", f"def {name}(s, head):"]
+# A number becomes a scalar of the device by being assigned.
+_UNFOLDED = (
+    "@jit\ndef activate_scaled(s, scale, head):\n    return activate(s * scale, head)",
+    "@jit\ndef factor(scale, head):\n    c = 1.0\n    return c",
+    "@jit\ndef activate_pair_scaled(s, scale, head):\n    return activate_pair(s * scale, head)",
+    "@jit\ndef pair_factors(scale, head):\n    c = 1.0\n    return c, c",
+)
+
+
+def _dispatch(name: str, prefix: str, arguments: str, results: str, heads: dict[int, list[int]]) -> str:
+    """`name(arguments, head)`: a chain of branches over the distinct functions; the one of most heads needs no test."""
+    lines = ["@jit", f"def {name}({arguments}, head):"]
     if len(heads) == 1:
-        return "\n".join([*lines, f"    return {prefix}_0(s)"])
+        return "\n".join([*lines, f"    return {prefix}_0({arguments})"])
     last = max(heads, key=lambda i: len(heads[i]))
     for place, i in enumerate(i for i in heads if i != last):
         tests = " | ".join(f"(head == {head})" for head in heads[i])
-        lines += [f"    {'elif' if place else 'if'} {tests}:", f"        {results} = {prefix}_{i}(s)"]
-    lines += ["    else:", f"        {results} = {prefix}_{last}(s)", f"    return {results}"]
+        lines += [f"    {'elif' if place else 'if'} {tests}:", f"        {results} = {prefix}_{i}({arguments})"]
+    lines += ["    else:", f"        {results} = {prefix}_{last}({arguments})", f"    return {results}"]
     return "\n".join(lines)
 
 
@@ -247,18 +292,6 @@ def log2(x):
     """Absolute error below 2^-22."""
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 ''',
-    "centred_sigmoid": '''
-@jit
-def centred_sigmoid(x):
-    """One special-function instruction; absolute error below 2^-12, so not for arguments far below 0."""
-    return 0.5 * tanh(0.5 * x) + 0.5
-''',
-    "sigmoid": '''
-@jit
-def sigmoid(x):
-    """Relative error of a few units in the last place, also far below 0."""
-    return reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
-''',
     "erf": '''
 @jit
 def erf(x):
@@ -269,10 +302,7 @@ def erf(x):
 ''',
 }
 
-_LOG2_E = repr(math.log2(math.e))
-_LN_2 = repr(math.log(2.0))
-
-# Operations that are one expression, on any flavour; others are helpers.
+# Operations that are one expression; others are helpers.
 _TEMPLATES = {
     "neg": "-{0}",
     "abs": "tl.abs({0})",
@@ -304,10 +334,6 @@ _TEMPLATES = {
     "maximum": "tl.maximum({0}, {1}, propagate_nan=PROPAGATE_NAN)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=PROPAGATE_NAN)",
 }
-_FAST_TEMPLATES = {
-    "exp": f"tl.exp2({{0}} * {_LOG2_E})",
-    "expm1": f"tl.exp2({{0}} * {_LOG2_E}) - 1.0",
-}
 
 
 class _Writer:
@@ -332,67 +358,77 @@ class _Writer:
         named = zip(("f(s)", "f'(s)"), formulas(graph), strict=False)
         lines = [f"# {label} = {formula}" for label, formula in named]
         lines += ["@jit", f"def {name}(s):"]
+        graph = spelled(graph, fast=self._fast)
         for i, statement in enumerate(graph.statements):
-            lines.append(f"    t{i} = {self._statement(graph, statement)}")
+            lines.append(f"    t{i} = {self._statement(statement)}")
         return "\n".join([*lines, f"    return {', '.join(map(_output, graph.outputs))}"])
 
-    def _statement(self, graph: Graph, statement: Statement) -> str:
+    def scaled_functions(self, name: str, number: int, expression: Expression, outputs: int) -> list[str]:
+        """The function `name` of the raw `s` and `scale`, and that of its factors."""
+        folded = fold(spelled(expression.fast_pair.select(*range(outputs)), fast=True))
+        lines = []
+        for label, result, factor in zip(("f", "f'"), ("g", "dg"), folded.factors, strict=False):
+            multiple = result if factor == ONE else f"{_scalar(factor, 'scale**{}')} * {result}"
+            lines.append(f"# {label}(scale * s) = {multiple}, for the {label} of {name}_{number}")
+        lines += ["@jit", f"def scaled_{name}_{number}(s, scale):", *_powers(folded.scalars)]
+        texts: dict[StepOperand, str] = {}
+        for coefficient in folded.scalars:
+            if coefficient.number != 1.0:
+                texts[coefficient] = f"k{len(texts)}"
+                lines.append(f"    {texts[coefficient]} = {_scalar(coefficient)}")
+        fused = set(folded.fused.values())
+        shown = [i for i in range(len(folded.steps)) if i not in fused]
+        texts |= {Ref(i): f"t{place}" for place, i in enumerate(shown)}
+        lines += [f"    {texts[Ref(i)]} = {self._step(folded, i, texts)}" for i in shown]
+        results = ", ".join(texts.get(output) or _output(output) for output in folded.outputs)
+        lines.append(f"    return {results}")
+        factors = [f"    {letter} = {_scalar(factor)}" for letter, factor in zip("cd", folded.factors, strict=False)]
+        factor_lines = ["@jit", f"def factors_of_{name}_{number}(scale):", *_powers(folded.factors), *factors]
+        factor_lines.append(f"    return {', '.join('cd'[:outputs])}")
+        return ["\n".join(lines), "\n".join(factor_lines)]
+
+    def _step(self, folded: Folded, index: int, texts: dict[StepOperand, str]) -> str:
+        """The text of a step, the product that it fuses with inside."""
+
+        def text(operand: StepOperand) -> str:
+            if isinstance(operand, Ref | Coefficient) and operand in texts:
+                return texts[operand]
+            if isinstance(operand, Ref) and operand.index >= 0:
+                return " * ".join(map(text, folded.steps[operand.index].operands))
+            return _scalar(operand) if isinstance(operand, Coefficient) else _operand(operand)
+
+        step = folded.steps[index]
+        operands = [text(x) for x in step.operands]
+        if step.operation == "add" and operands[1].startswith("-"):
+            return f"{operands[0]} - {operands[1][1:]}"
+        return self._operation(step.operation, operands)
+
+    def _statement(self, statement: Statement) -> str:
         name, operands = statement
-        texts = [_operand(x) for x in operands]
-        special = self._pow(operands) if name == "pow" else self._fast_form(graph, name, operands) if self._fast else None
-        if special is not None:
-            return special
-        template = (_FAST_TEMPLATES.get(name) if self._fast else None) or _TEMPLATES.get(name)
+        return self._operation(name, list(map(_operand, operands)))
+
+    def _operation(self, name: str, texts: list[str]) -> str:
+        template = _TEMPLATES.get(name)
         if template is not None and not (self._fast and name in _FAST_HELPERS):
             return template.format(*texts)
-        return self._call(name, *texts)
-
-    def _call(self, name: str, *arguments: str) -> str:
+        if name == "pow":
+            # Its helper wants tiles.
+            texts = [text if text.startswith(("s", "t")) else f"tl.where(s == s, {text}, {text})" for text in texts]
         self._used.add(name)
-        return f"{name}({', '.join(arguments)})"
-
-    def _log2(self, argument: str) -> str:
-        return self._call("log2", argument) if self._fast else f"tl.log2({argument})"
-
-    def _fast_form(self, graph: Graph, name: str, operands: tuple[Operand, ...]) -> str | None:
-        texts = [_operand(x) for x in operands]
-        if name == "log":
-            return f"{self._log2(texts[0])} * {_LN_2}"
-        if name == "log1p":
-            return f"{self._log2(f'1.0 + {texts[0]}')} * {_LN_2}"
-        if name == "sigmoid" and _centred(graph, operands[0]):
-            return self._call("centred_sigmoid", texts[0])
-        if name == "div":
-            top, bottom = operands
-            if not isinstance(bottom, Ref):
-                return f"{texts[0]} * {_literal(1.0 / bottom if bottom else math.copysign(math.inf, bottom))}"
-            reciprocal = self._call("reciprocal", texts[1])
-            return reciprocal if not isinstance(top, Ref) and top == 1.0 else f"{texts[0]} * {reciprocal}"
-        return None
-
-    def _pow(self, operands: tuple[Operand, ...]) -> str:
-        base, exponent = operands
-        if not isinstance(exponent, Ref) and math.isfinite(exponent):
-            x, y = _operand(base), _literal(exponent)
-            if exponent != int(exponent):
-                return f"tl.exp2({self._log2(x)} * {y})"
-            magnitude = f"tl.exp2({self._log2(f'tl.abs({x})')} * {y})"
-            return magnitude if exponent % 2 == 0 else f"tl.where({x} < 0.0, -1.0, 1.0) * {magnitude}"
-        return self._call("pow", _output(base), _output(exponent))
+        return f"{name}({', '.join(texts)})"
 
 
-def _centred(graph: Graph, operand: Operand) -> bool:
-    """Whether the operand is the score times a number: scores are small or of either sign, and so is their multiple."""
-    if not isinstance(operand, Ref):
-        return False
-    if operand.index < 0:
-        return True
-    name, operands = graph.statements[operand.index]
-    return (
-        name in ("mul", "neg", "div")
-        and sum(isinstance(x, Ref) for x in operands) == 1
-        and any(_centred(graph, x) for x in operands)
-    )
+def _scalar(coefficient: Coefficient, power: str = "scale_{}") -> str:
+    if not coefficient.power:
+        return _literal(coefficient.number)
+    scale = "scale" if coefficient.power == 1 else power.format(coefficient.power)
+    return scale if coefficient.number == 1.0 else f"{scale} * {_literal(coefficient.number)}"
+
+
+def _powers(coefficients: tuple[Coefficient, ...]) -> list[str]:
+    """Lines that compute the powers of the scale that `_scalar` reads."""
+    highest = max((x.power for x in coefficients), default=0)
+    return [f"    scale_{n} = {'scale' if n == 2 else f'scale_{n - 1}'} * scale" for n in range(2, highest + 1)]
 
 
 def _operand(operand: Operand) -> str:

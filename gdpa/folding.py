@@ -1,0 +1,561 @@
+"""f(scale * s) in the fewest vector instructions: the scale, and constants, folded into an activation's steps.
+
+Kernels have raw scores s and want f(scale * s). Multiplying a whole result by a number costs them nothing, since it can wait for
+the sum over the keys, and a product costs nothing where a sum follows (a fused multiply-add). So a value is kept unevaluated while
+its form is simple, with coefficients that are a number times a power of the scale (scalars, computed once outside the loops):
+
+    Scaled    factor * node
+    Affine    slope * node + offset
+    Product   node * (slope * inner + offset)
+
+and an operation that needs the number itself (tanh, a comparison) has it evaluated. silu, s * (0.5 * tanh(0.5 s) + 0.5), becomes
+
+    t = tanh(s * (0.5 scale)),  f(scale * s) = (0.5 scale) * (s * t + s)
+
+which is three instructions. Nothing is divided by the scale, which may be zero or of either sign. Where there are several ways to
+evaluate a form, `fold` tries them and counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypeVar
+
+from gdpa.graph import OPERATIONS, SCORE, Builder, Graph, Operand, Ref, pruned
+from gdpa.lowering import Term
+
+_LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2.0)
+
+# A scale of 1e-12 to the third is still a normal float32, and so is a score of 1e12.
+_LARGEST_POWER = 3
+_LARGEST_NUMBER = 1e12
+# Adding and subtracting a large number rounds, which may be what the author wants.
+_LARGEST_OFFSET = 4096.0
+_MOST_ATTEMPTS = 256
+
+
+def spelled(graph: Graph, fast: bool) -> Graph:
+    """A primitive-level graph with powers written out in steps, and in the fast flavour exp, log, sigmoid and division too."""
+    rules = _SPELLINGS | _FAST_SPELLINGS if fast else _SPELLINGS
+    builder = Builder()
+    results: dict[int, Operand] = {-1: SCORE}
+    for i, (name, operands) in enumerate(graph.statements):
+        arguments = [results[x.index] if isinstance(x, Ref) else x for x in operands]
+        rule = rules.get(name)
+        if fast and name == "sigmoid" and _centred(graph, operands[0]):
+            rule = _centred_sigmoid
+        terms = [Term(builder, x) for x in arguments]
+        results[i] = builder.emit(name, *arguments) if rule is None else rule(*terms).operand
+    return pruned(builder.statements, [results[x.index] if isinstance(x, Ref) else x for x in graph.outputs])
+
+
+def _centred(graph: Graph, operand: Operand) -> bool:
+    """Whether the operand is the score times a number: scores are small or of either sign, and so is their multiple."""
+    if not isinstance(operand, Ref):
+        return False
+    if operand.index < 0:
+        return True
+    name, operands = graph.statements[operand.index]
+    return (
+        name in ("mul", "neg", "div")
+        and sum(isinstance(x, Ref) for x in operands) == 1
+        and any(_centred(graph, x) for x in operands)
+    )
+
+
+def _centred_sigmoid(x: Term) -> Term:
+    # One special-function instruction; absolute error below 2^-12, so not for arguments far below 0.
+    return (x * 0.5).tanh() * 0.5 + 0.5
+
+
+def _divide(x: Term, y: Term) -> Term:
+    divisor = y.operand
+    if isinstance(divisor, Ref):
+        return Term(x.builder, x.builder.emit("mul", x.operand, y.reciprocal().operand))
+    return x * (1.0 / divisor if divisor else math.copysign(math.inf, divisor))
+
+
+def _power(x: Term, y: Term) -> Term:
+    exponent = y.operand
+    if isinstance(exponent, Ref) or not math.isfinite(exponent):
+        return Term(x.builder, x.builder.emit("pow", x.operand, y.operand))
+    if exponent != int(exponent):
+        return (x.log2() * exponent).exp2()
+    magnitude = (x.abs().log2() * exponent).exp2()
+    return magnitude if exponent % 2 == 0 else x.lt(0.0).choose(-magnitude, magnitude)
+
+
+_SPELLINGS: dict[str, Callable[..., Term]] = {"pow": _power}
+_FAST_SPELLINGS: dict[str, Callable[..., Term]] = {
+    "exp": lambda x: (x * _LOG2_E).exp2(),
+    "expm1": lambda x: (x * _LOG2_E).exp2() - 1.0,
+    "log": lambda x: x.log2() * _LN_2,
+    "log1p": lambda x: (x + 1.0).log2() * _LN_2,
+    # A relative error of a few units in the last place, also far below 0.
+    "sigmoid": lambda x: ((x * -_LOG2_E).exp2() + 1.0).reciprocal(),
+    "div": _divide,
+}
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """number * scale ** power."""
+
+    number: float
+    power: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Within float32's range for every reasonable scale; zero stands for nothing to add."""
+        magnitude = abs(self.number)
+        fits = 1.0 / _LARGEST_NUMBER <= magnitude <= _LARGEST_NUMBER
+        return self.number == 0.0 or (fits and 0 <= self.power <= _LARGEST_POWER)
+
+    def __mul__(self, other: Coefficient) -> Coefficient:
+        return Coefficient(self.number * other.number, self.power + other.power) if self.number and other.number else ZERO
+
+    def __truediv__(self, other: Coefficient) -> Coefficient:
+        """Not `usable` where a negative power of the scale would remain."""
+        return Coefficient(self.number / other.number, self.power - other.power) if self.number else ZERO
+
+    def __neg__(self) -> Coefficient:
+        return Coefficient(-self.number, self.power)
+
+    def plus(self, other: Coefficient) -> Coefficient | None:
+        """The sum, None where it is no single power of the scale."""
+        if not (self.number and other.number):
+            return self if self.number else other
+        if self.power != other.power:
+            return None
+        total = self.number + other.number
+        return ZERO if abs(total) < 1e-12 * abs(self.number) else Coefficient(total, self.power)
+
+    def equals(self, other: Coefficient) -> bool:
+        """The same but for the rounding of its computation."""
+        return self.power == other.power and math.isclose(self.number, other.number, rel_tol=1e-12)
+
+
+ZERO = Coefficient(0.0)
+ONE = Coefficient(1.0)
+SCALE = Coefficient(1.0, 1)
+
+StepOperand = Ref | Coefficient | float | bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """`t<i> = operation(*operands)`; a coefficient among the operands is a scalar."""
+
+    operation: str
+    operands: tuple[StepOperand, ...]
+
+    @property
+    def references(self) -> list[int]:
+        """The steps it reads, the score as -1."""
+        return [x.index for x in self.operands if isinstance(x, Ref)]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Steps over the raw score, and for each output of the graph the operand that is it but for a factor."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[Ref | float, ...]
+    factors: tuple[Coefficient, ...]
+
+    @cached_property
+    def fused(self) -> dict[int, int]:
+        """Sums that take a product nobody else reads: one fused multiply-add. The sum's index -> the product's."""
+        uses: dict[int, int] = {}
+        for index in [x for step in self.steps for x in step.references] + [x.index for x in self.outputs if isinstance(x, Ref)]:
+            uses[index] = uses.get(index, 0) + 1
+        result: dict[int, int] = {}
+        for i, step in enumerate(self.steps):
+            if step.operation in ("add", "sub"):
+                alone = [x for x in step.references if x >= 0 and self.steps[x].operation == "mul" and uses[x] == 1]
+                if alone:
+                    result[i] = alone[0]
+        return result
+
+    @cached_property
+    def instructions(self) -> int:
+        """Vector instructions, a fused multiply-add and a call of a function counting as one."""
+        return len(self.steps) - len(self.fused)
+
+    @cached_property
+    def scalars(self) -> tuple[Coefficient, ...]:
+        """The coefficients that depend on the scale, in order of use."""
+        used = [x for step in self.steps for x in step.operands if isinstance(x, Coefficient) and x.power]
+        return tuple(dict.fromkeys(used))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """factor * node."""
+
+    node: Ref
+    factor: Coefficient
+
+
+@dataclass(frozen=True)
+class Affine:
+    """slope * node + offset."""
+
+    node: Ref
+    slope: Coefficient
+    offset: Coefficient
+
+
+@dataclass(frozen=True)
+class Product:
+    """node * (slope * inner + offset)."""
+
+    node: Ref
+    inner: Ref
+    slope: Coefficient
+    offset: Coefficient
+
+
+Form = Scaled | Affine | Product
+_Chosen = TypeVar("_Chosen")
+# What a statement of the graph amounts to; a condition is a plain reference.
+Value = Form | Ref | float | bool
+
+
+@lru_cache(maxsize=256)
+def fold(graph: Graph) -> Folded:
+    """The outputs of a `spelled` graph at scale * s, each but for a factor, in the fewest instructions that were found.
+
+    The search tries the first way of every choice, then other ways of one of them, of two, and so on, up to a fixed number of
+    attempts; of equals the first found wins. It never takes more instructions than `unfolded`.
+    """
+    best = unfolded(graph)
+    pending: deque[tuple[int, ...]] = deque([()])
+    for _ in range(_MOST_ATTEMPTS):
+        if not pending:
+            break
+        decisions = pending.popleft()
+        folder = _Folder(decisions)
+        folded = folder.run(graph)
+        if (folded.instructions, len(folded.scalars)) < (best.instructions, len(best.scalars)):
+            best = folded
+        for place in range(len(decisions), len(folder.counts)):
+            first = decisions + (0,) * (place - len(decisions))
+            pending.extend((*first, way) for way in range(1, folder.counts[place]))
+    return best
+
+
+def unfolded(graph: Graph) -> Folded:
+    """The graph as it stands, at scale * s: every factor is 1."""
+    steps = _Steps()
+    results: dict[int, Ref] = {-1: steps.emit("mul", SCORE, SCALE) if _reads_score(graph) else SCORE}
+    for i, (name, operands) in enumerate(graph.statements):
+        results[i] = steps.emit(name, *(results[x.index] if isinstance(x, Ref) else x for x in operands))
+    outputs = [results[x.index] if isinstance(x, Ref) else float(x) for x in graph.outputs]
+    return steps.finish(outputs, [ONE for _ in outputs])
+
+
+def _reads_score(graph: Graph) -> bool:
+    return SCORE in graph.outputs or any(SCORE in statement.operands for statement in graph.statements)
+
+
+class _Steps:
+    """Collects steps; equal ones are one."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._known: dict[object, Ref] = {}
+
+    def emit(self, operation: str, *operands: StepOperand) -> Ref:
+        # repr tells -0.0 from 0.0 and True from 1.0, which compare equal.
+        names = tuple(map(repr, operands))
+        key = (operation, *(sorted(names) if operation in ("add", "mul") else names))
+        if key not in self._known:
+            self.steps.append(Step(operation, operands))
+            self._known[key] = Ref(len(self.steps) - 1)
+        return self._known[key]
+
+    def finish(self, outputs: Sequence[Ref | float], factors: Sequence[Coefficient]) -> Folded:
+        """Without the steps that no output needs, the others renumbered in order."""
+        live = {x.index for x in outputs if isinstance(x, Ref)}
+        for i in range(len(self.steps) - 1, -1, -1):
+            if i in live:
+                live.update(self.steps[i].references)
+        numbers = {old: Ref(new) for new, old in enumerate(sorted(live - {-1}))} | {-1: SCORE}
+        kept = []
+        for i in sorted(live - {-1}):
+            operands = tuple(numbers[x.index] if isinstance(x, Ref) else x for x in self.steps[i].operands)
+            kept.append(Step(self.steps[i].operation, operands))
+        return Folded(tuple(kept), tuple(numbers[x.index] if isinstance(x, Ref) else x for x in outputs), tuple(factors))
+
+
+class _Folder(_Steps):
+    """One attempt: `decisions` says which way to go at the first choices; the later ones go the first way."""
+
+    def __init__(self, decisions: tuple[int, ...]) -> None:
+        super().__init__()
+        self._decisions = decisions
+        self.counts: list[int] = []  # of the ways there were at each choice
+        self._evaluated: dict[Form, Scaled] = {}
+        self._rules: dict[str, Callable[..., Form | None]] = {
+            "neg": self._negated,
+            "mul": self._product,
+            "add": self._sum,
+            "sub": self._difference,
+            "reciprocal": self._reciprocal,
+            "where": self._where,
+        }
+
+    def _choose(self, *ways: Callable[[], _Chosen]) -> _Chosen:
+        if len(ways) == 1:
+            return ways[0]()
+        place = len(self.counts)
+        self.counts.append(len(ways))
+        return ways[self._decisions[place] if place < len(self._decisions) else 0]()
+
+    def run(self, graph: Graph) -> Folded:
+        raw = Scaled(SCORE, SCALE)
+        values: dict[int, Value] = {-1: self._choose(lambda: raw, lambda: Scaled(self._number(raw), ONE))}
+
+        def find(operand: Operand) -> Value:
+            return values[operand.index] if isinstance(operand, Ref) else operand
+
+        for i, (name, operands) in enumerate(graph.statements):
+            values[i] = self._value(name, [find(x) for x in operands])
+        outputs: list[Ref | float] = []
+        factors: list[Coefficient] = []
+        for value in map(find, graph.outputs):
+            if isinstance(value, (Scaled, Affine, Product)):
+                scaled = self._scaled(value)
+                outputs.append(scaled.node)
+                factors.append(scaled.factor)
+            else:
+                assert not isinstance(value, Ref), "a condition is no output"
+                outputs.append(float(value))
+                factors.append(ONE)
+        return self.finish(outputs, factors)
+
+    def _value(self, name: str, operands: list[Value]) -> Value:
+        rule = self._rules.get(name)
+        folded = rule(*operands) if rule is not None else None
+        if folded is not None:
+            return folded
+        node = self.emit(name, *(self._number(x) if isinstance(x, (Scaled, Affine, Product)) else x for x in operands))
+        return node if OPERATIONS[name].result == "b" else Scaled(node, ONE)
+
+    def _number(self, form: Form) -> Ref:
+        """A node with the value of the form itself."""
+        scaled = self._scaled(form)
+        if scaled.factor == ONE:
+            return scaled.node
+        return self.emit("neg", scaled.node) if scaled.factor == -ONE else self.emit("mul", scaled.node, scaled.factor)
+
+    def _scaled(self, form: Form) -> Scaled:
+        """The form evaluated but for a factor, in the same way every time it is asked for."""
+        if form not in self._evaluated:
+            self._evaluated[form] = self._evaluate(form)
+        return self._evaluated[form]
+
+    def _evaluate(self, form: Form) -> Scaled:
+        if isinstance(form, Scaled):
+            return form
+        node, slope, offset = form.node, form.slope, form.offset
+        if isinstance(form, Product) and not offset.number:
+            return Scaled(self.emit("mul", node, form.inner), slope)
+        ratio = offset / slope
+        ways: list[Callable[[], Scaled]]
+        if isinstance(form, Affine):
+            ways = [lambda: Scaled(self._line(node, slope, offset), ONE)]
+            if ratio.usable and slope != ONE:
+                ways.append(lambda: Scaled(self._line(node, ONE, ratio), slope))
+            return self._choose(*ways)
+        inner = form.inner
+        ways = [lambda: Scaled(self.emit("mul", node, self._line(inner, slope, offset)), ONE)]
+        if ratio.usable and slope != ONE:
+            ways.append(lambda: Scaled(self.emit("mul", node, self._line(inner, ONE, ratio)), slope))
+        if offset.equals(slope):
+            ways.insert(0, lambda: Scaled(self.emit("add", self.emit("mul", node, inner), node), slope))
+        elif offset.equals(-slope):
+            ways.insert(0, lambda: Scaled(self.emit("sub", node, self.emit("mul", node, inner)), offset))
+        return self._choose(*ways)
+
+    def _line(self, node: Ref, slope: Coefficient, offset: Coefficient) -> Ref:
+        """slope * node + offset."""
+        if slope == -ONE:
+            return self.emit("sub", offset, node)
+        return self.emit("add", node if slope == ONE else self.emit("mul", node, slope), offset)
+
+    def _times(self, form: Form, factor: Coefficient) -> Form:
+        if isinstance(form, Scaled):
+            scaled: Form = Scaled(form.node, form.factor * factor)
+        elif isinstance(form, Affine):
+            scaled = Affine(form.node, form.slope * factor, form.offset * factor)
+        else:
+            scaled = Product(form.node, form.inner, form.slope * factor, form.offset * factor)
+        return scaled if _usable(scaled) else Scaled(self._number(form), factor)
+
+    def _negated(self, x: Form) -> Form:
+        return self._times(x, -ONE)
+
+    def _product(self, x: Value, y: Value) -> Form:
+        if not isinstance(x, (Scaled, Affine, Product)):
+            x, y = y, x
+        assert isinstance(x, (Scaled, Affine, Product)), "constants are folded before"
+        if not isinstance(y, (Scaled, Affine, Product)):
+            assert not isinstance(y, Ref), "a condition is no factor"
+            factor = Coefficient(float(y))
+            if factor.number and factor.usable:
+                return self._times(x, factor)
+            return Scaled(self.emit("mul", self._number(x), float(y)), ONE)
+        if isinstance(x, Product):
+            x = self._scaled(x)
+        if isinstance(y, Product):
+            y = self._scaled(y)
+        if isinstance(x, Affine) and isinstance(y, Affine):
+            return self._product_of_lines(x, y)
+        return self._scaled_product(x, y) if isinstance(x, Scaled) else self._scaled_product(self._scaled(y), x)
+
+    def _product_of_lines(self, x: Affine, y: Affine) -> Form:
+        if x.node == y.node and (x.slope * y.offset).plus(y.slope * x.offset) == ZERO:
+            # (a + b t) (a - b t)
+            square = Affine(self.emit("mul", x.node, x.node), x.slope * y.slope, x.offset * y.offset)
+            if _usable(square):
+                return square
+        return self._choose(lambda: self._scaled_product(self._scaled(x), y), lambda: self._scaled_product(self._scaled(y), x))
+
+    def _scaled_product(self, x: Scaled, y: Scaled | Affine) -> Form:
+        if isinstance(y, Affine):
+            line = y
+            return self._choose(
+                lambda: self._form(x, line.node, line.slope, line.offset), lambda: self._scaled_product(x, self._scaled(line))
+            )
+        return self._form(x, y.node, y.factor, ZERO)
+
+    def _form(self, x: Scaled, inner: Ref, slope: Coefficient, offset: Coefficient) -> Product:
+        """x * (slope * inner + offset)."""
+        product = Product(x.node, inner, slope * x.factor, offset * x.factor)
+        return product if _usable(product) else Product(self._number(x), inner, slope, offset)
+
+    def _sum(self, x: Value, y: Value) -> Form:
+        if not isinstance(x, (Scaled, Affine, Product)):
+            x, y = y, x
+        assert isinstance(x, (Scaled, Affine, Product)), "constants are folded before"
+        if not isinstance(y, (Scaled, Affine, Product)):
+            assert not isinstance(y, Ref), "a condition is no summand"
+            offset = Coefficient(float(y))
+            if offset.number and offset.usable and abs(offset.number) <= _LARGEST_OFFSET:
+                return self._raised(x, offset)
+            return Scaled(self.emit("add", self._number(x), float(y)), ONE)
+        left, right, factored = x, y, _factored(x, y)
+        if factored is None:
+            return self._sum_of_forms(left, right)
+        return self._choose(lambda: factored, lambda: self._sum_of_forms(left, right))
+
+    def _difference(self, x: Value, y: Value) -> Form:
+        return self._sum(x, self._negated(y) if isinstance(y, (Scaled, Affine, Product)) else -float(y))  # type: ignore[arg-type]
+
+    def _raised(self, x: Form, offset: Coefficient) -> Form:
+        """x + offset."""
+        if isinstance(x, Affine):
+            total = x.offset.plus(offset)
+            if total is not None and total.usable:
+                return Affine(x.node, x.slope, total) if total.number else Scaled(x.node, x.slope)
+        scaled = self._scaled(x)
+        return Affine(scaled.node, scaled.factor, offset)
+
+    def _sum_of_forms(self, x: Form, y: Form) -> Form:
+        left, right = (form if isinstance(form, Affine) else self._scaled(form) for form in (x, y))
+        if isinstance(left, Scaled) and isinstance(right, Scaled):
+            return self._sum_of_scaled(left, right)
+        ways: list[Callable[[], Form]] = [lambda: self._sum_of_scaled(self._scaled(left), self._scaled(right))]
+        parts = [(f, ZERO) if isinstance(f, Scaled) else (Scaled(f.node, f.slope), f.offset) for f in (left, right)]
+        total = parts[0][1].plus(parts[1][1])
+        if total is not None and total.number and total.usable:
+            ways.append(lambda: self._raised(self._sum_of_scaled(parts[0][0], parts[1][0]), total))
+        return self._choose(*ways)
+
+    def _sum_of_scaled(self, x: Scaled, y: Scaled) -> Scaled:
+        if x.factor.equals(y.factor):
+            return Scaled(self.emit("add", x.node, y.node), x.factor)
+        if x.factor.equals(-y.factor):
+            return Scaled(self.emit("sub", x.node, y.node), x.factor)
+        ways: list[Callable[[], Scaled]] = []
+        for first, second in ((x, y), (y, x)):
+            ratio = second.factor / first.factor
+            if ratio.usable:
+                ways.append(lambda first=first, second=second, ratio=ratio: self._with_multiple(first, second, ratio))  # type: ignore[misc]
+        if ONE not in (x.factor, y.factor):
+            ways.append(lambda: Scaled(self.emit("add", self._number(x), self._number(y)), ONE))
+        return self._choose(*ways)
+
+    def _with_multiple(self, x: Scaled, y: Scaled, ratio: Coefficient) -> Scaled:
+        """x + y, where the factor of y is `ratio` times that of x."""
+        operation, multiple = ("add", ratio) if ratio.number > 0.0 else ("sub", -ratio)
+        return Scaled(self.emit(operation, x.node, self.emit("mul", y.node, multiple)), x.factor)
+
+    def _reciprocal(self, x: Form) -> Form | None:
+        scaled = self._scaled(x)
+        inverse = ONE / scaled.factor
+        return Scaled(self.emit("reciprocal", scaled.node), inverse) if inverse.usable else None
+
+    def _where(self, condition: Value, x: Value, y: Value) -> Form | None:
+        """A factor common to both branches stays outside; zero has any factor."""
+        nodes: list[Ref | float] = []
+        factors: list[Coefficient] = []
+        for branch in (x, y):
+            if isinstance(branch, (Scaled, Affine, Product)):
+                scaled = self._scaled(branch)
+                nodes.append(scaled.node)
+                factors.append(scaled.factor)
+            elif branch == 0.0:
+                nodes.append(0.0)
+            else:
+                return None
+        if not all(factor.equals(factors[0]) for factor in factors) or factors[0] == ONE:
+            return None
+        assert isinstance(condition, Ref), "a constant condition is folded before"
+        return self._choose(lambda: Scaled(self.emit("where", condition, *nodes), factors[0]), lambda: None)
+
+
+def _usable(form: Form) -> bool:
+    coefficients = (form.factor,) if isinstance(form, Scaled) else (form.slope, form.offset)
+    return all(coefficient.usable for coefficient in coefficients)
+
+
+def _factored(x: Form, y: Form) -> Form | None:
+    """x + y as one form where both are multiples of the same node, or lines over the same; None where there is none."""
+    for node, inner, slope, offset in _views(x):
+        for other_node, other_inner, other_slope, other_offset in _views(y):
+            if node != other_node or not (inner is None or other_inner is None or inner == other_inner):
+                continue
+            common = inner if inner is not None else other_inner
+            rise, shift = slope.plus(other_slope), offset.plus(other_offset)
+            form: Form | None = None
+            if rise is None or shift is None:
+                continue
+            if common is not None and rise.number:
+                line = Affine(common, rise, shift) if shift.number else Scaled(common, rise)
+                form = line if node is None else Product(node, common, rise, shift)
+            elif node is not None and shift.number:
+                form = Scaled(node, shift)
+            if form is not None and _usable(form):
+                return form
+    return None
+
+
+_View = tuple[Ref | None, Ref | None, Coefficient, Coefficient]
+
+
+def _views(form: Form) -> list[_View]:
+    """The ways to read the form as node * (slope * inner + offset), None for 1."""
+    if isinstance(form, Scaled):
+        return [(form.node, None, ZERO, form.factor), (None, form.node, form.factor, ZERO)]
+    if isinstance(form, Affine):
+        return [(None, form.node, form.slope, form.offset)]
+    views: list[_View] = [(form.node, form.inner, form.slope, form.offset)]
+    return views if form.offset.number else [*views, (form.inner, form.node, form.slope, ZERO)]
