@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 
 import gdpa
+from gdpa import dispatch
 from gdpa.activations import resolve
 from gdpa.bench.cases import Case
 
-# Provider -> the module whose `plans` lays its launches out without a device.
-LAUNCHERS = {"gdpa-triton": "gdpa.backends.triton.launch"}
+# Provider -> the module that compiles its kernels without a device.
+LAUNCHERS = {"gdpa-triton": "gdpa.backends.triton.launch", "gdpa-hopper": "gdpa.backends.hopper.launch"}
 TIMEOUT = 240
 
 
 def form_of(case: Case) -> str:
-    """The case as `plans` names it."""
+    """The case as the launchers name it."""
     if case.kind == "pma":
         return "shared-queries"
     if case.dense:
@@ -41,7 +42,7 @@ def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations
     requests = {
         json.dumps(
             {
-                "module": LAUNCHERS[provider],
+                "provider": provider,
                 "form": form_of(case),
                 "activation": activation,
                 "dim": case.dim,
@@ -51,7 +52,7 @@ def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations
             }
         )
         for provider in providers
-        if provider in LAUNCHERS
+        if provider in LAUNCHERS and provider.removeprefix("gdpa-") in dispatch.BACKENDS
         for case in cases
         for activation in activations
     }
@@ -87,11 +88,14 @@ def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    launcher = importlib.import_module(request["module"])
     keys, dtype = tuple(resolve(request["activation"], request["heads"])), getattr(torch, request["dtype"])
-    dim, arch = request["dim"], request["arch"]
+    launcher = importlib.import_module(LAUNCHERS[request["provider"]])
+    dim, heads, arch, form = request["dim"], request["heads"], request["arch"], request["form"]
+    if request["provider"] == "gdpa-hopper":
+        launcher.compile_forward(keys, dim, dtype, 1, form, heads)
+        return
     with launcher.target_architecture(arch):
-        for launch in launcher.plans(keys, dim, dim, dtype, False, 1, arch, request["form"], request["heads"]):
+        for launch in launcher.plans(keys, dim, dim, dtype, False, 1, arch, form, heads):
             launch.compile()
 
 
