@@ -81,7 +81,7 @@ def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> 
     options, needs = options[:-3], options[-3:]
     problem = _problem(q, k, v, *options)
     cu_seqlens_q, cu_seqlens_k, out_scale = options[:3]
-    module = dispatch.choose(problem, options[-1] or None)
+    module = dispatch.choose_backward(problem, options[-1] or None)
     grads = module.backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
     dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
     return dq, dk, dv

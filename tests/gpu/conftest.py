@@ -15,3 +15,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(skip)
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The GPU backends, each where it can run."""
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper backend needs a Hopper GPU")
+    return str(request.param)

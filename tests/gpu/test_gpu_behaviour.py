@@ -47,7 +47,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("values", GARBAGE.values(), ids=GARBAGE.keys())
 @pytest.mark.parametrize("side", ["queries", "keys", "both"])
-def test_garbage_offsets_neither_crash_nor_leave_the_tensors(values, side):
+def test_garbage_offsets_neither_crash_nor_leave_the_tensors(values, side, backend):
     case = make_case(**BASE, q_lengths=(129, 64, 300))
     garbage = torch.tensor(values, dtype=torch.int32, device="cuda")
     offsets = {
@@ -61,7 +61,7 @@ def test_garbage_offsets_neither_crash_nor_leave_the_tensors(values, side):
     blocks = [torch.full_like(x, float("nan")) for x in (*inside, d_out) for _ in range(8)]
     guards = blocks[1::2]
     del blocks
-    results = run(case, "triton")
+    results = run(case, backend)
     torch.cuda.synchronize()
     for x, buffer in zip((*inside, d_out), (*buffers, d_buffer), strict=True):
         assert_guards(x, buffer)
@@ -70,54 +70,54 @@ def test_garbage_offsets_neither_crash_nor_leave_the_tensors(values, side):
 
 
 @pytest.mark.parametrize("values", [GARBAGE["past the end"], GARBAGE["negative"]], ids=["past the end", "negative"])
-def test_offsets_outside_the_buffer_are_clamped_to_it(values):
+def test_offsets_outside_the_buffer_are_clamped_to_it(values, backend):
     case = make_case(**BASE, q_lengths=(129, 64, 300))
     garbage = torch.tensor(values, dtype=torch.int64, device="cuda")
-    check(case.with_inputs(cu_seqlens_q=garbage, cu_seqlens_k=garbage), "triton")
+    check(case.with_inputs(cu_seqlens_q=garbage, cu_seqlens_k=garbage), backend)
 
 
-def test_offsets_are_refused_where_a_check_is_asked_for(monkeypatch):
+def test_offsets_are_refused_where_a_check_is_asked_for(monkeypatch, backend):
     case = make_case(**BASE, q_lengths=(129, 64, 300))
     bad = case.with_inputs(cu_seqlens_k=torch.tensor([0, 100, 50, 493], dtype=torch.int32, device="cuda"))
-    run(bad, "triton")
+    run(bad, backend)
     monkeypatch.setenv("GDPA_CHECK", "1")
     with pytest.raises(gdpa.GdpaError, match="cu_seqlens_k: expected never to decrease, got 100 then 50"):
-        run(bad, "triton")
-    check(case, "triton")
+        run(bad, backend)
+    check(case, backend)
 
 
-def test_results_are_bitwise_equal_over_20_runs():
+def test_results_are_bitwise_equal_over_100_runs(backend):
     case = make_case(**BASE, **LENGTHS)
-    first = run(case, "triton")
-    for _ in range(19):
-        assert all(torch.equal(x, y) for x, y in zip(run(case, "triton"), first, strict=True))
+    first = run(case, backend)
+    for _ in range(99):
+        assert all(torch.equal(x, y) for x, y in zip(run(case, backend), first, strict=True))
 
 
-def test_shared_query_gradients_are_bitwise_equal_over_20_runs():
+def test_shared_query_gradients_are_bitwise_equal_over_100_runs(backend):
     case = make_case("shared-query", **BASE, q_lengths=(33,), k_lengths=(65, 0, 129, 300) * 20)
-    first = run(case, "triton")
-    for _ in range(19):
-        assert all(torch.equal(x, y) for x, y in zip(run(case, "triton"), first, strict=True))
+    first = run(case, backend)
+    for _ in range(99):
+        assert all(torch.equal(x, y) for x, y in zip(run(case, backend), first, strict=True))
 
 
-def test_results_do_not_depend_on_what_else_is_in_the_batch():
+def test_results_do_not_depend_on_what_else_is_in_the_batch(backend):
     case = make_case(**BASE, q_lengths=(129, 64, 300))
-    whole = run(case, "triton")
+    whole = run(case, backend)
     rows = slice(129, 193)
     alone = make_case(**BASE, q_lengths=(64,))
     q, k, v = (x[rows].contiguous() for x in case.inputs[:3])
-    part = run(replace(alone.with_inputs(q=q, k=k, v=v), d_out=case.d_out[rows].contiguous()), "triton")
+    part = run(replace(alone.with_inputs(q=q, k=k, v=v), d_out=case.d_out[rows].contiguous()), backend)
     assert all(torch.equal(x[rows], y) for x, y in zip(whole, part, strict=True))
 
 
-def test_a_graph_replays_with_other_offsets_of_the_same_batch():
+def test_a_graph_replays_with_other_offsets_of_the_same_batch(backend):
     """The schedule is built inside the capture, so a replay follows what the offsets hold then."""
     case = make_case(**BASE, q_lengths=(129, 64, 300), k_lengths=(129, 64, 300), tail=(20, 20))
     q, k, v = leaves(case.inputs)
     offsets = case.inputs.cu_seqlens_q.clone()
 
     def step() -> Results:
-        out = gdpa.attention_varlen(q, k, v, offsets, offsets, activation="gelu")
+        out = gdpa.attention_varlen(q, k, v, offsets, offsets, activation="gelu", backend=backend)
         return Results(out, *torch.autograd.grad(out, (q, k, v), case.d_out))
 
     side = torch.cuda.Stream()
@@ -142,39 +142,39 @@ def test_a_graph_replays_with_other_offsets_of_the_same_batch():
         numerics.check(case.problem, inputs, case.d_out, Results(*(x.detach() for x in captured)))
 
 
-def test_offsets_changed_in_place_give_a_new_schedule():
+def test_offsets_changed_in_place_give_a_new_schedule(backend):
     case = make_case(**BASE, q_lengths=(129, 64, 300))
     offsets = case.inputs.cu_seqlens_q
     case = case.with_inputs(cu_seqlens_k=offsets)
-    check(case, "triton")
+    check(case, backend)
     offsets.copy_(offsets_of((0, 400, 93)))
-    check(case, "triton")
+    check(case, backend)
 
 
-def test_two_streams_at_once_give_what_one_gives():
+def test_two_streams_at_once_give_what_one_gives(backend):
     cases = [make_case(**BASE, q_lengths=lengths, seed=i) for i, lengths in enumerate([(300, 129, 64), (65, 511, 1)])]
-    expected = [run(case, "triton") for case in cases]
+    expected = [run(case, backend) for case in cases]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in cases]
     for _ in range(10):
         results: list[Results] = []
         for case, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(run(case, "triton"))
+                results.append(run(case, backend))
         torch.cuda.synchronize()
         for result, right in zip(results, expected, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(result, right, strict=True))
 
 
-def test_a_call_without_bounds_does_not_synchronise():
+def test_a_call_without_bounds_does_not_synchronise(backend):
     case = make_case(**BASE, **LENGTHS)
-    run(case, "triton")  # compiled, and every lazy initialisation done
+    run(case, backend)  # compiled, and every lazy initialisation done
     q, k, v = leaves(case.inputs)
     for _ in range(2):
         fresh = case.with_inputs(cu_seqlens_q=case.inputs.cu_seqlens_q.clone(), cu_seqlens_k=case.inputs.cu_seqlens_k.clone())
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out = fresh.call(q, k, v, "triton")
+            out = fresh.call(q, k, v, backend)
             torch.autograd.grad(out, (q, k, v), case.d_out)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -213,11 +213,11 @@ def test_autocast():
     numerics.check(cast.problem, cast.inputs, case.d_out.bfloat16(), results)
 
 
-def test_opcheck():
+def test_opcheck(backend):
     case = make_case(**BASE, q_lengths=(65, 3))
     q, k, v = leaves(case.inputs)
     cu_q, cu_k = case.inputs[3:5]
-    options = (None, None, None, ["gelu"], None, 1.0, -1, -1, False, "triton")
+    options = (None, None, None, ["gelu"], None, 1.0, -1, -1, False, backend)
     torch.library.opcheck(torch.ops.gdpa.forward.default, (q, k, v, cu_q, cu_k, *options))
     torch.library.opcheck(
         torch.ops.gdpa.backward.default,
@@ -234,7 +234,7 @@ def test_nested_tensors():
     assert torch.equal(out.values(), gdpa.attention_varlen(values, values, values, offsets, offsets))
 
 
-def test_tensors_of_more_than_two_to_the_31_elements():
+def test_tensors_of_more_than_two_to_the_31_elements(backend):
     """Rows whose element offsets pass 2^31, on both sides, are as exact as the others."""
     heads, head_dim, length = 8, 128, 1024
     batch = 2**31 // (heads * head_dim * length) + 2
@@ -246,7 +246,7 @@ def test_tensors_of_more_than_two_to_the_31_elements():
     q, k, v, d_out = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(4))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     offsets = torch.arange(0, (batch + 1) * length, length, device="cuda")
-    out = gdpa.attention_varlen(q, k, v, offsets, offsets, activation="gelu", backend="triton")
+    out = gdpa.attention_varlen(q, k, v, offsets, offsets, activation="gelu", backend=backend)
     grads = torch.autograd.grad(out, (q, k, v), d_out)
     case = make_case(heads=heads, head_dim=head_dim, q_lengths=(length,), dtype=torch.bfloat16, device="cuda")
     for sequence in (0, batch // 2, batch - 2, batch - 1):

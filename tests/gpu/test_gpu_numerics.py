@@ -31,10 +31,11 @@ def dtype(request) -> torch.dtype:
     return request.param
 
 
-def test_triton_is_what_runs_by_default():
-    case = make_case(**BASE)
+def test_triton_is_what_runs_by_default_what_hopper_does_not():
+    case = make_case(**{**BASE, "head_dim": 96})
     explanation = case.explain()
     assert explanation.backend == "triton"
+    assert "hopper" in explanation.why_not
     assert "cpu" in explanation.why_not
     assert "reference" in explanation.why_not
 

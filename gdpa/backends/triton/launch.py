@@ -6,10 +6,7 @@ another machine's architecture if asked, under the keys that a later launch look
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa import schedule
 from gdpa.activations import Activation
+from gdpa.backends.gpu import aligned, architecture, mappable, on_device, ragged_geometry, target_architecture
 from gdpa.backends.triton.backend import interpreted
 from gdpa.backends.triton.backward import key_gradient_kernel, query_gradient_kernel, shared_query_gradient_kernel
 from gdpa.backends.triton.configs import INTERPRETED, Config, config
@@ -29,10 +27,6 @@ from gdpa.tracing import device_functions
 # dQ of shared queries is summed in about this many programs; fixed, so that results do not depend on the device.
 SHARED_QUERY_PROGRAMS = 1024
 
-# The rows of a ragged descriptor's third dimension; tiles.py knows it too.
-RAGGED = 2**30
-# 128 rows of a tile are addressed in 32 bits.
-MOST_ROW_STRIDE = 2**23
 # A window wider than any tensor; more would overflow 32 bits where a row is added.
 WIDEST_WINDOW = 2**30
 
@@ -61,15 +55,6 @@ class Launch:
         return self.kernel.warmup(*self.arguments, grid=(1,), **self.options())
 
 
-@cache
-def architecture(device: torch.device) -> int:
-    """The compute capability as 80, 90, ...; 0 on the CPU (interpreted) and on ROCm."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 class Call:
     """One call's tensors as the kernels want them: aligned rows, bounds, strides, descriptors."""
 
@@ -87,8 +72,8 @@ class Call:
     ) -> None:
         self.problem = problem
         self.arch = arch
-        self.q, self.k, self.v = (_aligned(x) for x in (q, k, v))
-        self.d_out = self.q if d_out is None else _aligned(d_out)
+        self.q, self.k, self.v = (aligned(x) for x in (q, k, v))
+        self.d_out = self.q if d_out is None else aligned(d_out)
         self.q_bounds = None if cu_seqlens_q is None else schedule.bounds(cu_seqlens_q, problem.query_rows)
         self.k_bounds = None if cu_seqlens_k is None else schedule.bounds(cu_seqlens_k, problem.key_rows)
         self.out_scale = None if out_scale is None else out_scale.float().contiguous()
@@ -100,7 +85,7 @@ class Call:
             90 <= arch < 100
             and problem.dtype.itemsize == 2
             and all(size == _width(size) for size in (problem.head_dim, problem.value_dim))
-            and all(_mappable(x) for x in (self.q, self.k, self.v, self.d_out))
+            and all(mappable(x) for x in (self.q, self.k, self.v, self.d_out))
         )
 
     def config(self, kernel: str) -> Config:
@@ -176,21 +161,6 @@ class Call:
         return device_functions(self.problem.activations, fast=fast)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it, laid out as the kernels need: rows contiguous and starting at multiples of 8 elements and of 16 bytes.
-
-    Row and head strides are compiled in, so heads-first tensors, whose head stride is their length, are copied too: they would
-    compile anew for every batch.
-    """
-    sound = (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride % 8 == 0 for stride in x.stride()[:-1])
-        and x.stride(-2) <= x.stride(-3) < MOST_ROW_STRIDE
-    )
-    return x if sound or x.numel() == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
 def _width(size: int) -> int:
     """The power of two a head dimension is padded to; tl.dot takes at least 16."""
     return max(16, int(triton.next_power_of_2(size)))
@@ -201,23 +171,9 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (x.stride(0) // 8 if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
 
 
-def _mappable(x: Tensor) -> bool:
-    rows = x.shape[0] * x.shape[1] if x.dim() == 4 else x.shape[0]
-    together = x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1)
-    return together and 0 < rows < RAGGED and x.stride(-3) > 0 and x.numel() > 0
-
-
 def ragged_descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """A descriptor through which the copy engine stops at each sequence's own end: rows past it read as zeros.
-
-    Two more dimensions with wrapping strides move the sequence's end onto the end of the third one, of 2^30 rows, where the hardware
-    checks bounds: row r of a sequence (start, length) is [2^30, start + length, 2^30 - length + r, column], whose addresses add up to
-    row start + r in 64-bit arithmetic. The tensor's own end is not checked, so start and length must be sound (schedule.bounds).
-    """
-    row = x.stride(-3)
-    width = x.shape[-1]
-    columns = x.stride(-2) * (x.shape[-2] - 1) + width
-    return TensorDescriptor(x, [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1], [1, 1, block, width])
+    """Loads `block` rows of a sequence at a time and stops at its end."""
+    return TensorDescriptor(x, *ragged_geometry(x), [1, 1, block, x.shape[-1]])
 
 
 def _window(problem: Problem) -> tuple[int, int]:
@@ -324,7 +280,7 @@ def forward(
 ) -> Tensor:
     call = Call(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, None, architecture(q.device))
     out = q.new_empty(problem.output_shape)
-    with _device(q):
+    with on_device(q):
         plan_forward(call, out).run()
     return out
 
@@ -345,7 +301,7 @@ def backward(
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
-    with _device(q):
+    with on_device(q):
         if needs_dk or needs_dv:
             dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
             plan_key_gradients(call, dk, dv).run()
@@ -358,43 +314,6 @@ def backward(
             dq = torch.empty_like(q, memory_format=torch.contiguous_format)
             plan_query_gradient(call, dq).run()
     return dq, dk if needs_dk else None, dv if needs_dv else None
-
-
-@contextmanager
-def _device(q: Tensor) -> Iterator[None]:
-    """Triton launches on the current device, which need not be q's."""
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def target_architecture(arch: int) -> Iterator[None]:
-    """Compile for compute capability `arch` whatever device there is; nothing can be launched meanwhile."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
-    class Target:
-        """As much of a Triton driver as compiling asks for."""
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", arch, 32)
-
-        def get_current_device(self) -> int:
-            # Triton keeps kernels by device; a number that no device has keeps these apart from the real ones.
-            return -arch
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    previous = driver._active
-    driver.set_active(Target())
-    try:
-        yield
-    finally:
-        driver._active = previous
 
 
 def plans(

@@ -12,7 +12,7 @@ asynchronously; Triton 3.6.0 gave wrong results where it could know that of neit
 import triton
 import triton.language as tl
 
-# A ragged descriptor's third dimension is 2^30 rows long, and a sequence's end is laid on its end (see launch.ragged_descriptor).
+# A ragged descriptor's third dimension is 2^30 rows long, and a sequence's end is laid on its end (see gpu.ragged_geometry).
 RAGGED: tl.constexpr = tl.constexpr(0x40000000)
 
 
@@ -67,7 +67,7 @@ def load_tile(
     """Rows first_row .. first_row + ROWS of a sequence, [ROWS, WIDTH]. Columns past COLUMNS and rows past `length` are zeros and are
     not read, so a neighbour's NaN stays there; without TAIL the caller knows that no row passes `length`.
 
-    MAPPED: `source` is a ragged descriptor (see launch.ragged_descriptor) and the copy engine does the addressing and the bounds.
+    MAPPED: `source` is a ragged descriptor (see gpu.ragged_geometry) and the copy engine does the addressing and the bounds.
     A descriptor has no sequence stride, so a dense tensor's sequences are `rows` apart.
     """
     if MAPPED:

@@ -1,0 +1,101 @@
+"""What the GPU backends have in common: which device there is, how tensors must lie, descriptors that stop at a sequence's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The rows of a ragged descriptor's third dimension; the kernels know it too.
+RAGGED = 2**30
+# 128 rows of a tile are addressed in 32 bits.
+MOST_ROW_STRIDE = 2**23
+
+
+@cache
+def architecture(device: torch.device) -> int:
+    """The compute capability as 80, 90, ...; 0 on the CPU (interpreted) and on ROCm."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, laid out as the kernels need: rows contiguous and starting at multiples of 8 elements and of 16 bytes.
+
+    Head strides are compiled in, so heads-first tensors, whose head stride is their length, are copied too: they would compile anew
+    for every batch.
+    """
+    sound = (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        and x.stride(-2) <= x.stride(-3) < MOST_ROW_STRIDE
+    )
+    return x if sound or x.numel() == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def mappable(x: Tensor) -> bool:
+    """Whether a ragged descriptor can describe x: its rows, those of all sequences, lie at one distance."""
+    rows = x.shape[0] * x.shape[1] if x.dim() == 4 else x.shape[0]
+    together = x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1)
+    return together and 0 < rows < RAGGED and x.stride(-3) > 0 and x.numel() > 0
+
+
+def ragged_geometry(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of a descriptor through which the copy engine stops at each sequence's own end: rows past it read as zeros.
+
+    Two more dimensions with wrapping strides move the sequence's end onto the end of the third one, of 2^30 rows, where the hardware
+    checks bounds: row r of a sequence (start, length) is [2^30, start + length, 2^30 - length + r, column], whose addresses add up to
+    row start + r in 64-bit arithmetic. The tensor's own end is not checked, so start and length must be sound (schedule.bounds).
+    """
+    row = x.stride(-3)
+    columns = x.stride(-2) * (x.shape[-2] - 1) + x.shape[-1]
+    return [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1]
+
+
+@contextmanager
+def on_device(x: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, which need not be x's."""
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def target_architecture(arch: int) -> Iterator[None]:
+    """Compile for compute capability `arch` whatever device there is; nothing can be launched meanwhile."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Target:
+        """As much of a Triton driver as compiling asks for."""
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            # Triton keeps kernels by device; a number that no device has keeps these apart from the real ones.
+            return -arch
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    previous = driver._active
+    driver.set_active(Target())
+    try:
+        yield
+    finally:
+        driver._active = previous

@@ -1,0 +1,1 @@
+"""Gluon kernels for Hopper (sm_90)."""

@@ -1,0 +1,60 @@
+"""Kernels for NVIDIA Hopper (sm_90): warp-specialised, fed by its copy engine. A forward so far; dispatch.BACKWARD names who computes
+the gradients.
+
+Importing this module needs no Triton: `supports` says so where it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gdpa.backends.gpu import RAGGED, architecture
+from gdpa.problem import Problem
+
+HEAD_DIMENSIONS = (64, 128)
+
+
+@cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "this Triton has no Gluon; it needs Triton 3.6 or later"
+    return None
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.device.type != "cuda":
+        return f"it runs on Hopper GPUs, and q is on {problem.device.type}"
+    if architecture(problem.device) != 90:
+        return f"it runs on Hopper GPUs (compute capability 9.0), and this one is {architecture(problem.device) / 10}"
+    if _missing() is not None:
+        return _missing()
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 and float16, and q is {problem.dtype}"
+    if problem.head_dim != problem.value_dim or problem.head_dim not in HEAD_DIMENSIONS:
+        return f"it takes head dimensions 64 and 128, the same for q and v, and they are {problem.head_dim} and {problem.value_dim}"
+    if problem.masked:
+        return "it has no windows; causal and window_size run on triton"
+    sides = ((problem.query_side, problem.query_rows), (problem.key_side, problem.key_rows))
+    if any(rows * (problem.batch if side != "packed" else 1) >= RAGGED for side, rows in sides):
+        return f"it addresses fewer than {RAGGED} rows"
+    return None
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+) -> Tensor:
+    from gdpa.backends.hopper import launch
+
+    return launch.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)

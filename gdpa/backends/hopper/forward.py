@@ -1,0 +1,327 @@
+"""The forward kernel for Hopper.
+
+    S = scale * Q K^T      P = where(M, f(S), 0)      O = out_scale * P V
+
+One persistent program a multiprocessor walks over tiles: 128 query rows of one (sequence, head). Its warps form three partitions:
+
+    producer     one warp: copies a tile's queries and, BLOCK_N at a time, its keys and values into shared memory
+    consumer 0   a warpgroup that multiplies, activates and stores rows 0 to 63 of the tile
+    consumer 1   the same for rows 64 to 127; it sits out a tile that ends before them
+
+A consumer's blocks form one stream that does not stop where a tile ends. In step i it
+
+    issues S(i) = Q K(i)^T, with the next tile's queries when block i opens a tile
+    issues O += P(i - 1) V(i - 1)
+    activates S(i) while the second product runs
+    stores O if block i - 1 closed a tile
+
+so V(i - 1) is needed with K(i), and both are in stage i % 2 of their buffers. Consumers issue their products in turns.
+
+    barrier                  opened by                                  for
+    keys.full, values.full   the copy engine                            the consumers' products of that stage
+    queries.full             the copy engine                            the consumer whose slot it is
+    KEYS_EMPTY + stage       both consumers, S(i) done                  the producer, to fill the stage with K(i + 2)
+    VALUES_EMPTY + stage     both consumers, the product done           the producer, to fill the stage with V(i + 1)
+    QUERIES_EMPTY + slot     the slot's consumer, the tile's S done     the producer, to send the tile after the next
+    TURN + consumer          the other consumer, its products issued    the consumer, to issue its own
+
+Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
+A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
+S and O are fp32. P is rounded to the inputs' dtype once, after the activation; `activate` may leave a factor out that all of P shares,
+`factor`, which O is multiplied with in fp32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
+from gdpa.backends.hopper.pipeline import RAGGED, advance, arrive, join, new_buffers, pinned
+
+ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
+TILE: gl.constexpr = gl.constexpr(128)  # queries of a tile
+RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
+
+# Named barriers. Triton takes the lowest ones for its own partitions.
+KEYS_EMPTY: gl.constexpr = gl.constexpr(6)
+VALUES_EMPTY: gl.constexpr = gl.constexpr(8)
+QUERIES_EMPTY: gl.constexpr = gl.constexpr(10)
+TURN: gl.constexpr = gl.constexpr(14)
+# The threads that open them: both consumers' and the producer's; one consumer's and the producer's; both consumers'.
+ALL: gl.constexpr = gl.constexpr(288)
+PAIR: gl.constexpr = gl.constexpr(160)
+CONSUMERS: gl.constexpr = gl.constexpr(256)
+
+
+@gluon.jit
+def find_tile(tile, records_ptr, q_rows, k_rows, q_blocks, HEADS: gl.constexpr, HAS_LIST: gl.constexpr):
+    """(head, sequence, its first row in a packed output, its queries, first of the tile's rows among them, its first key, its keys)."""
+    head = tile % HEADS
+    entry = tile // HEADS
+    if HAS_LIST:
+        record = records_ptr + (entry + 1) * RECORD
+        start = gl.load(record)
+        length = gl.load(record + 1)
+        row = gl.load(record + 2)
+        k_start = gl.load(record + 3)
+        k_length = gl.load(record + 4)
+        sequence = gl.load(record + 5)
+    else:
+        sequence = entry // q_blocks
+        row = (entry % q_blocks) * TILE
+        start = sequence * q_rows
+        length = q_rows
+        k_start = sequence * k_rows
+        k_length = k_rows
+    return head, sequence, start, length, row, k_start, k_length
+
+
+@gluon.jit
+def block_count(k_length, BLOCK_N: gl.constexpr):
+    """A sequence without keys still has a block, of zeros, so that every tile passes through the stream alike."""
+    return gl.maximum(gl.cdiv(k_length, BLOCK_N), 1)
+
+
+@gluon.jit
+def send_queries(queries, q_desc, start, length, row, column, taken, WHICH: gl.constexpr):
+    """Copy 64 rows to consumer WHICH, whose two slots alternate; `taken` tiles went there before."""
+    slot = WHICH * 2 + (taken & 1)
+    if taken >= 2:
+        join(QUERIES_EMPTY + slot, PAIR)
+    queries.expect(slot)
+    load_async(
+        q_desc, [RAGGED, start + length, RAGGED - length + row, column], queries.full.index(slot), queries.memory.index(slot)
+    )
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, queries, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr,
+    BLOCK_N: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr,
+):  # fmt: skip
+    index = 0  # of the block in the stream
+    taken_0 = 0  # tiles sent to consumer 0, and to consumer 1
+    taken_1 = 0
+    v_end = 0  # where the values of the block before lie
+    v_row = 0
+    v_column = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        head, _, start, length, row, k_start, k_length = find_tile(tile, records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST)
+        if Q_SHARED:
+            start = 0
+        send_queries(queries, q_desc, start, length, row, head * STRIDE_Q, taken_0, 0)
+        taken_0 += 1  # noqa: SIM113
+        if row + ROWS < length:
+            send_queries(queries, q_desc, start, length, row + ROWS, head * STRIDE_Q, taken_1, 1)
+            taken_1 += 1
+        kv_head = head // GROUP
+        for block in range(block_count(k_length, BLOCK_N)):
+            stage = index & 1
+            k_row = RAGGED - k_length + block * BLOCK_N
+            if index >= 2:
+                join(KEYS_EMPTY + stage, ALL)
+            keys.expect(stage)
+            load_async(
+                k_desc, [RAGGED, k_start + k_length, k_row, kv_head * STRIDE_K], keys.full.index(stage), keys.memory.index(stage)
+            )
+            if index >= 2:
+                join(VALUES_EMPTY + stage, ALL)
+            if index > 0:
+                values.expect(stage)
+                load_async(v_desc, [RAGGED, v_end, v_row, v_column], values.full.index(stage), values.memory.index(stage))
+            else:
+                mbarrier.arrive(values.full.index(stage))  # no block comes before the first
+            v_end = k_start + k_length
+            v_row = k_row
+            v_column = kv_head * STRIDE_V
+            index += 1
+    if index > 0:
+        stage = index & 1
+        if index >= 2:
+            join(VALUES_EMPTY + stage, ALL)
+        values.expect(stage)
+        load_async(v_desc, [RAGGED, v_end, v_row, v_column], values.full.index(stage), values.memory.index(stage))
+
+
+@gluon.jit
+def step(
+    q, p, accumulator, continued, keys, values, stage, phase, keys_left, both, scale, head,
+    activate: gl.constexpr, BLOCK_N: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """One block of the stream: its scores, and the product of the block before. Returns its P and the accumulator."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    keys.wait_full(stage, phase)
+    if both:
+        join(TURN + WHICH, CONSUMERS)
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    s_token = warpgroup_mma(q, keys.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    # Long since there. Waiting here rather than for keys and values at once is worth 1 to 4 %: products queue up one behind the other,
+    # and a warp that has one more to issue than the queue takes stands in the way of the other consumer's instructions.
+    values.wait_full(stage, phase)
+    o_token = warpgroup_mma(p, values.tile(stage), accumulator, use_acc=continued, is_async=True)
+    if both:
+        arrive(TURN + 1 - WHICH, CONSUMERS)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    arrive(KEYS_EMPTY + stage, ALL)
+    activated = activate(s, scale, head)  # [ROWS, BLOCK_N]
+    if MASK_TAIL:
+        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+        activated = gl.where((column < keys_left)[None, :], activated, 0.0)
+    activated = pinned(activated)
+    accumulator = warpgroup_mma_wait(0, deps=[o_token])
+    arrive(VALUES_EMPTY + stage, ALL)
+    return gl.convert_layout(activated.to(p.dtype), p.type.layout), accumulator
+
+
+@gluon.jit
+def last_product(p, accumulator, continued, values, stage, phase):
+    """The product of a block that no other of mine follows."""
+    values.wait_full(stage, phase)
+    token = warpgroup_mma(p, values.tile(stage), accumulator, use_acc=continued, is_async=True)
+    return warpgroup_mma_wait(0, deps=[token])
+
+
+@gluon.jit
+def store_tile(accumulator, factor, empty, staging, o_desc, end, row, column):
+    """Round O and send it off: through shared memory, so that the copy engine writes whole rows and stops at the sequence's end."""
+    result = accumulator * factor
+    if empty:
+        result = gl.zeros_like(result)  # no keys: zeros, whatever the queries hold
+    store_wait(0)  # the tile before has left the staging buffer
+    partition_barrier()
+    staging.reshape([staging.shape[2], staging.shape[3]]).store(result.to(o_desc.dtype))
+    fence_async_shared()
+    partition_barrier()
+    store_async(o_desc, [RAGGED, end, row, column], staging)
+
+
+@gluon.jit
+def consumer(
+    o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+    activate: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    out = staging.index(WHICH)
+
+    accumulator = gl.zeros([ROWS, D], gl.float32, o_layout)
+    p = gl.zeros([ROWS, BLOCK_N], o_desc.dtype, p_layout)
+    stage = 0  # of the stream's next block, and its phase
+    phase = 0
+    taken = 0  # tiles that had rows for me
+    pending = False  # whether p is the last block of a tile that is not stored yet
+    continued = False  # whether it adds to the accumulator, or starts it
+    last_end = 0  # where that tile goes, and what is to be done to it
+    last_row = 0
+    last_column = 0
+    last_factor = scale
+    last_empty = False
+    if WHICH == 1:
+        arrive(TURN, CONSUMERS)  # consumer 0 has the first turn
+
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    head, sequence, start, length, row, _, k_length = find_tile(
+        gl.minimum(first, gl.maximum(tiles - 1, 0)), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST
+    )
+    for tile in range(first, tiles, programs):
+        # Looked up a tile ahead: a record comes from L2, several hundred cycles away.
+        next_head, next_sequence, next_start, next_length, next_row, _, next_k_length = find_tile(
+            gl.minimum(tile + programs, tiles - 1), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST
+        )
+        blocks = block_count(k_length, BLOCK_N)
+        both = row + ROWS < length  # else consumer 0 has this tile to itself
+        if WHICH == 1 and not both:
+            # Nothing of mine: finish what is pending and let the blocks pass.
+            if pending:
+                accumulator = last_product(p, accumulator, continued, values, stage, phase)
+            for _ in range(blocks):
+                keys.wait_full(stage, phase)
+                values.wait_full(stage, phase)
+                arrive(KEYS_EMPTY + stage, ALL)
+                arrive(VALUES_EMPTY + stage, ALL)
+                stage, phase = advance(stage, phase)
+            if pending:
+                store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
+            pending = False
+        else:
+            slot = WHICH * 2 + (taken & 1)
+            queries.wait_full(slot, (taken >> 1) & 1)
+            taken += 1
+            q = queries.tile(slot)
+            # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
+            p, accumulator = step(
+                q, p, accumulator, continued, keys, values, stage, phase, k_length, both, scale, head,
+                activate, BLOCK_N, MASK_TAIL, WHICH,
+            )  # fmt: skip
+            if pending:
+                store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
+            stage, phase = advance(stage, phase)
+            for block in range(1, blocks):
+                p, accumulator = step(
+                    q, p, accumulator, block > 1, keys, values, stage, phase, k_length - block * BLOCK_N, both, scale, head,
+                    activate, BLOCK_N, MASK_TAIL, WHICH,
+                )  # fmt: skip
+                stage, phase = advance(stage, phase)
+            arrive(QUERIES_EMPTY + slot, PAIR)
+
+            pending = True
+            continued = blocks > 1
+            last_end = start + length
+            last_row = RAGGED - length + row + WHICH * ROWS
+            last_column = head * STRIDE_O
+            last_empty = k_length == 0
+            last_factor = out_scale * factor(scale, head)
+            if SCALE_PER_SEQUENCE:
+                last_factor *= gl.load(out_scale_ptr + sequence, mask=k_length > 0, other=1.0)
+        head = next_head
+        sequence = next_sequence
+        start = next_start
+        length = next_length
+        row = next_row
+        k_length = next_k_length
+    if pending:
+        accumulator = last_product(p, accumulator, continued, values, stage, phase)
+        store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["records_ptr", "out_scale_ptr", "tiles", "q_rows", "k_rows", "q_blocks", "scale", "out_scale"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+    activate: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr,
+    MASK_TAIL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    q_layout: gl.constexpr = q_desc.layout
+    k_layout: gl.constexpr = k_desc.layout
+    v_layout: gl.constexpr = v_desc.layout
+    o_layout: gl.constexpr = o_desc.layout
+    if HAS_LIST:
+        tiles = gl.load(records_ptr) * HEADS
+    queries = new_buffers(dtype, 4, ROWS, D, q_layout)  # two slots a consumer
+    keys = new_buffers(dtype, 2, BLOCK_N, D, k_layout)
+    values = new_buffers(dtype, 2, BLOCK_N, D, v_layout)
+    staging = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_layout)
+    gl.warp_specialize(
+        [
+            (consumer, (
+                o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+                activate, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, MASK_TAIL, 0,
+            )),
+            (consumer, (
+                o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+                activate, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, MASK_TAIL, 1,
+            )),
+            (producer, (
+                q_desc, k_desc, v_desc, queries, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
+                HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, BLOCK_N, HAS_LIST, Q_SHARED,
+            )),
+        ],
+        [4, 1],
+        [240, 24],  # registers of a thread: 2 x 128 x 240 + 128 x 24 of 65,536
+    )  # fmt: skip

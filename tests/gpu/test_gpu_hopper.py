@@ -1,0 +1,223 @@
+"""The hopper backend on a Hopper GPU: every option it takes against the oracle.
+
+Its gradients are those of the triton backend (dispatch.BACKWARD), so `check` holds both to the budget, on the same inputs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import FORMS, Case, assert_neighbours_untouched, check, make_case, offsets_of, poison_sequence, run
+
+import gdpa
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the hopper backend needs a Hopper GPU"
+)
+
+FUZZ = int(os.environ.get("GDPA_FUZZ", "100"))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BASE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+Q_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 1000, 5, 0, 191, 192, 193)
+K_LENGTHS = (64, 129, 0, 65, 1000, 128, 63, 127, 64, 1, 0, 256, 257, 255)
+SHORT: dict[str, Any] = {"q_lengths": (0, 130, 65, 1), "k_lengths": (64, 33, 129, 0)}
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES.keys())
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=[64, 128], ids="D={}".format)
+def head_dim(request) -> int:
+    return request.param
+
+
+def test_hopper_is_what_runs_by_default():
+    explanation = make_case(**BASE).explain()
+    assert explanation.backend == "hopper"
+    assert explanation.why_not["triton"] == "hopper is faster; gradients are computed here"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"head_dim": 96}, "head dimensions 64 and 128"),
+        ({"value_dim": 64}, "head dimensions 64 and 128"),
+        ({"dtype": torch.float32}, "bfloat16 and float16"),
+        ({"causal": True}, "no windows"),
+        ({"window_size": (4, 4)}, "no windows"),
+    ],
+    ids=["D", "Dv", "fp32", "causal", "window"],
+)
+def test_what_it_does_not_take_runs_on_triton_and_is_refused_by_name(options, reason):
+    case = make_case(**{**BASE, **options})
+    explanation = case.explain()
+    assert explanation.backend == "triton"
+    assert reason in explanation.why_not["hopper"]
+    with pytest.raises(gdpa.BackendUnavailable, match=reason):
+        run_by_name(case)
+
+
+def run_by_name(case: Case) -> torch.Tensor:
+    return case.call(*case.inputs[:3], "hopper")
+
+
+def test_every_size(dtype, head_dim):
+    check(make_case(**{**BASE, "dtype": dtype, "head_dim": head_dim}, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS), "hopper")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form, head_dim):
+    check(make_case(form, **{**BASE, "head_dim": head_dim}, q_lengths=(300, 3, 0, 129), k_lengths=(270, 129, 64, 0)), "hopper")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_with_a_scale_per_sequence(form):
+    check(make_case(form, **BASE, q_lengths=(100, 3, 70), k_lengths=(70, 129, 0), out_scale="per-sequence"), "hopper")
+
+
+def test_all_named_activations_one_per_head(dtype):
+    names = list(gdpa.activations())
+    options = {**BASE, "dtype": dtype, "heads": len(names), "kv_heads": 1}
+    check(make_case(**options, activation=names, q_lengths=(70, 129), k_lengths=(65, 140), spread=0.8), "hopper")
+
+
+@pytest.mark.parametrize("name", gdpa.activations())
+def test_a_named_activation_alone(name):
+    check(make_case(**BASE, **SHORT, activation=name, spread=0.8 if name == "exp" else 2.0), "hopper")
+
+
+CUSTOM = {
+    "relu squared over 64": lambda s: torch.relu(s) ** 2 / 64,
+    "gaussian": lambda s: torch.exp(-s * s),
+    "mish": torch.nn.functional.mish,
+    "constant": lambda s: s * 0 + 0.5,
+}
+
+
+@pytest.mark.parametrize("fn", CUSTOM.values(), ids=CUSTOM.keys())
+def test_a_callable(fn):
+    check(make_case(**BASE, **SHORT, activation=fn), "hopper")
+
+
+def test_a_traced_copy_gives_what_the_built_in_gives():
+    case = make_case(**BASE, **SHORT, activation="silu")
+    copy = replace(case, keywords={**case.keywords, "activation": lambda s: s * torch.sigmoid(s)})
+    assert torch.equal(run(case, "hopper").out, run(copy, "hopper").out)
+
+
+@pytest.mark.parametrize("fn", [torch.log, torch.sqrt, torch.reciprocal], ids=["log", "sqrt", "1/x"])
+def test_an_activation_that_is_not_finite_at_zero(fn):
+    """Tiles past a sequence's end hold zeros, where these or their derivatives are infinite; the scores themselves are positive."""
+    activation = gdpa.Activation(fn)
+    assert not activation.tail_safe
+    case = make_case(**{**BASE, "dtype": torch.float16}, **SHORT, activation=activation)
+    case = case.with_inputs(**{name: getattr(case.inputs, name).abs() + 0.5 for name in "qk"})
+    results = check(case, "hopper")
+    assert all(x.isfinite().all() for x in results)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 1), (3, 3)], ids=["1", "3", "8", "odd"])
+def test_grouped_queries(heads, kv_heads):
+    check(make_case(**{**BASE, "heads": heads, "kv_heads": kv_heads}, **SHORT), "hopper")
+
+
+@pytest.mark.parametrize("scale", [0.05, -0.125, 0.0, 1.0], ids=str)
+def test_scales(scale):
+    check(make_case(**BASE, **SHORT, scale=scale, out_scale=0.5), "hopper")
+
+
+@pytest.mark.parametrize("index", range(FUZZ))
+def test_random_problems(index):
+    draw = random.Random(index)
+    sizes = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 193, 300, 511)
+    batch = draw.randint(1, 12)
+    case = make_case(
+        draw.choice(FORMS),
+        **{**BASE, "dtype": draw.choice(list(DTYPES.values())), "head_dim": draw.choice([64, 128])},
+        q_lengths=[draw.choice(sizes) for _ in range(batch)],
+        k_lengths=[draw.choice(sizes) for _ in range(batch)],
+        scale=draw.choice([None, 0.05, -0.125]),
+        out_scale="per-sequence",
+        offset_dtypes=(draw.choice([torch.int32, torch.int64]), draw.choice([torch.int32, torch.int64])),
+        tail=(draw.choice([0, 7, 200]), draw.choice([0, 7, 200])),
+        seed=index,
+    )
+    results = check(case, "hopper")
+    if draw.random() < 0.4:
+        sequence = draw.randrange(case.problem.batch)
+        dirty = run(poison_sequence(case, sequence, draw.choice([float("nan"), float("inf"), float("-inf")])), "hopper")
+        assert_neighbours_untouched(case, sequence, results, dirty)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+def test_one_sequence_never_reaches_another(poison):
+    case = make_case(**BASE, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS)
+    clean = run(case, "hopper")
+    for sequence in (3, 5, 8, 11):
+        dirty = run(poison_sequence(case, sequence, poison), "hopper")
+        assert_neighbours_untouched(case, sequence, clean, dirty)
+        assert not dirty.out.isfinite().all(), "the poison was not seen at all"
+
+
+def test_rows_that_no_sequence_covers_are_zeros_and_not_read():
+    case = make_case(**BASE, q_lengths=(65, 3), k_lengths=(64, 129), tail=(200, 77))
+    clean = run(case, "hopper")
+    q, k, v, d_out = (x.clone() for x in (*case.inputs[:3], case.d_out))
+    q[68:], k[193:], v[193:], d_out[68:] = (float("nan") for _ in range(4))
+    results = run(replace(case, inputs=case.inputs._replace(q=q, k=k, v=v), d_out=d_out), "hopper")
+    for x, was, covered in zip(results, clean, (68, 68, 193, 193), strict=True):
+        assert torch.equal(x, was)
+        assert not x[covered:].any()
+
+
+def test_a_sequence_without_keys_gives_zeros_whatever_its_queries_hold():
+    case = make_case(**BASE, q_lengths=(100, 30), k_lengths=(0, 64), out_scale="per-sequence")
+    q = case.inputs.q.clone()
+    q[:100] = float("nan")
+    scale = torch.tensor([float("inf"), 1.0], device="cuda")
+    out = run_by_name(case.with_inputs(q=q, out_scale=scale))
+    assert not out[:100].any()
+    assert out.isfinite().all()
+
+
+def test_no_keys_at_all_and_no_queries_at_all():
+    for q_lengths, k_lengths in (((5, 70), (0, 0)), ((0, 0), (5, 70))):
+        check(make_case(**BASE, q_lengths=q_lengths, k_lengths=k_lengths), "hopper")
+
+
+class TestStrides:
+    def test_slices_of_one_projection_are_read_in_place(self):
+        offsets = offsets_of((1000, 650), device="cuda")
+        fused = torch.randn(1650, 4, 3, 128, device="cuda", dtype=torch.bfloat16)
+        q, k, v = fused.unbind(2)
+        gdpa.attention_varlen(q, k, v, offsets, offsets, backend="hopper")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = gdpa.attention_varlen(q, k, v, offsets, offsets, backend="hopper")
+        assert torch.cuda.max_memory_allocated() - before < 1.5 * out.numel() * out.element_size(), "an input was copied"
+        right = gdpa.attention_varlen(*(x.contiguous() for x in (q, k, v)), offsets, offsets, backend="hopper")
+        assert torch.equal(out, right)
+
+    def test_rows_that_are_not_aligned_are_copied(self):
+        case = make_case(**BASE, q_lengths=(100, 65))
+        tensors = {
+            name: torch.randn(165, heads, 129, device="cuda", dtype=torch.bfloat16)[..., 1:]
+            for name, heads in (("q", 4), ("k", 2), ("v", 2))
+        }
+        check(case.with_inputs(**tensors), "hopper")
+
+    def test_heads_before_rows_and_sequences_apart(self):
+        case = make_case("dense", **BASE, q_lengths=(100, 100, 100))
+        check(
+            case.with_inputs(**{n: getattr(case.inputs, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"}), "hopper"
+        )
+        apart = {n: torch.randn(3, 110, x.shape[2], 128, device="cuda", dtype=x.dtype)[:, :100] for n, x in
+                 ((n, getattr(case.inputs, n)) for n in "qkv")}  # fmt: skip
+        check(case.with_inputs(**apart), "hopper")
