@@ -1,0 +1,370 @@
+"""Activations with the scale folded in: their numbers in Triton's interpreter, and how many instructions they take."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import clean_env
+from torch.nn import functional
+
+from gdpa.activations import Activation, activations
+from gdpa.folding import SCALE, Coefficient, Folded, fold, spelled, unfolded
+
+pytest.importorskip("triton")
+
+from test_device_source import CUSTOM
+from test_tracing import SUPPORTED
+
+from gdpa.device_source import generate
+
+SCALES = (0.088, 1.0, -0.7, 0.0, 3.0)
+
+# Between them, every rule of folding and every operation. The lists' own names may clash: they are told apart by a prefix.
+TRACED = {f"custom_{name}": fn for name, fn in CUSTOM.items()} | {
+    f"traced_{name}": SUPPORTED[name]
+    for name in (
+        "arithmetic",
+        "bool_arithmetic",
+        "clamp",
+        "comparisons",
+        "cube",
+        "detach",
+        "gaussian",
+        "half_power",
+        "hardshrink",
+        "hardsigmoid",
+        "hardtanh",
+        "logical",
+        "mish",
+        "neg",
+        "number_power",
+        "power_17",
+        "power_-1.5",
+        "power_2.5",
+        "power_tensor",
+        "relu6",
+        "selu",
+        "sequential",
+        "softplus_beta",
+        "softshrink",
+        "square",
+        "tan",
+        "tanhshrink",
+        "threshold",
+        "where",
+        "where_numbers",
+        "xor",
+    )
+}
+TRACED |= {
+    "polynomial": lambda s: 1 + s + s * s / 2 + s**3 / 6,
+    "two_tanhs": lambda s: 2 * torch.sigmoid(s) - 1 + s * torch.sigmoid(1.702 * s),
+    "extreme_constants": lambda s: s * 1e-20 * 1e20 + torch.tanh(s * 1e13) + torch.sigmoid(s * 0),
+    "cancelling": lambda s: (s + 1) * (1 - s) + (s - s) + (2 * s - s),
+    "shared": lambda s: torch.tanh(s) * (1 + torch.tanh(s)) + torch.exp(1 + torch.tanh(s)),
+}
+
+INTERPRETED = """
+import sys
+import numpy, torch, triton, triton.language as tl
+from gdpa import device_source
+numpy.seterr(all="ignore")
+
+# The interpreter does not run inline assembly: exact functions stand in for the approximate instructions.
+fast = device_source._FAST_HELPERS
+fast["tanh"] = device_source._PORTABLE_HELPERS["tanh"]
+fast["reciprocal"] = "@jit\\ndef reciprocal(x):\\n    return 1.0 / x"
+fast["log2"] = "@jit\\ndef log2(x):\\n    return tl.log2(x)"
+del fast["erf"]
+
+@triton.jit
+def kernel(
+    S, V, Y, D, C, scale, head, SCALED: tl.constexpr, FACTOR: tl.constexpr, PAIR: tl.constexpr, FACTORS: tl.constexpr, N: tl.constexpr
+):
+    i = tl.arange(0, N)
+    s = tl.load(S + i)
+    y, d = PAIR(s, scale, head)
+    tl.store(V + i, SCALED(s, scale, head))
+    tl.store(Y + i, y)
+    tl.store(D + i, d)
+    tl.store(C, FACTOR(scale, head))
+    first, second = FACTORS(scale, head)
+    tl.store(C + 1, first)
+    tl.store(C + 2, second)
+
+jobs = torch.load(sys.argv[1])
+s = jobs["s"]
+results = {}
+for name, keys, head, fast, scale in jobs["jobs"]:
+    functions = device_source.device_functions(tuple(keys), fast=fast)
+    value, y, d = (torch.full_like(s, float("nan")) for _ in range(3))
+    factors = torch.full((3,), float("nan"))
+    chosen = functions.scaled, functions.factor, functions.scaled_pair, functions.pair_factors
+    kernel[(1,)](s, value, y, d, factors, scale, head, *chosen, s.numel())
+    results[name, head, fast, scale] = (value, y, d, factors)
+torch.save(results, sys.argv[2])
+"""
+
+MIXED = ("gelu", "silu", "gelu", "relu2", "identity", "exp")
+
+
+@pytest.fixture(scope="module")
+def keys():
+    return {name: name for name in activations()} | {name: Activation(fn).key for name, fn in TRACED.items()}
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory, keys):
+    """Results of every activation in Triton's interpreter: one process for all of them."""
+    folder = tmp_path_factory.mktemp("folding")
+    s = torch.cat([torch.linspace(-12, 12, 193), torch.linspace(-60, 60, 51), -torch.logspace(-6, 0, 6), torch.logspace(-6, 0, 6)])
+    jobs = [(name, [key], 0, True, scale) for name, key in keys.items() for scale in SCALES]
+    rounding = Activation(lambda s: (s + 12582912.0) - 12582912.0).key
+    jobs += [("rounding", [rounding], 0, True, scale) for scale in SCALES]
+    jobs += [("mixed", MIXED, head, fast, 0.3) for head in range(len(MIXED)) for fast in (True, False)]
+    jobs += [(name, [name], 0, fast, 0.3) for name in set(MIXED) for fast in (True, False)]
+    torch.save({"s": s, "jobs": jobs}, folder / "jobs.pt")
+    script = folder / "interpreted.py"
+    script.write_text(INTERPRETED)
+    done = subprocess.run(
+        [sys.executable, script, folder / "jobs.pt", folder / "results.pt"],
+        env=clean_env(TRITON_INTERPRET="1", GDPA_CACHE_DIR=str(folder / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return s, torch.load(folder / "results.pt")
+
+
+def assert_as_accurate_as_float32(actual, function, x):
+    """`actual` is function(x), up to a few roundings of the result and of x; values beyond 1e30 need only be as large."""
+    wanted = function(x)
+    nearby = torch.stack([function(x * (1 + change)) for change in (-4e-7, -2e-7, 2e-7, 4e-7)])
+    tolerance = (nearby - wanted).abs().amax(0) + 4e-6 * wanted.abs().clamp(min=1.0)
+    moderate = wanted.abs() < 1e30
+    close = (actual - wanted).abs() < tolerance
+    assert close[moderate].all(), (x[moderate & ~close], actual[moderate & ~close], wanted[moderate & ~close])
+    assert (actual[wanted.abs() >= 1e30].abs() > 1e29).all()
+    assert torch.equal(actual.isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", [*activations(), *TRACED])
+def test_results_times_factors_are_the_function_at_the_scaled_score(interpreted, keys, name, scale):
+    s, results = interpreted
+    value, y, d, factors = (result.double() for result in results[name, 0, True, scale])
+    x = s.double() * float(torch.tensor(scale))
+    graph = Activation(keys[name]).expression.fast_pair
+    for actual, output in ((value * factors[0], 0), (y * factors[1], 0), (d * factors[2], 1)):
+        assert_as_accurate_as_float32(actual, lambda x, output=output: graph.evaluate(x)[output], x)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "sigmoid", "hardswish"])
+def test_results_are_as_close_to_the_exact_activation_as_the_fast_flavour_is(interpreted, name):
+    s, results = interpreted
+    for scale in SCALES:
+        value, y, d, factors = (result.double() for result in results[name, 0, True, scale])
+        wanted, slope = Activation(name).value_and_derivative(s.double() * float(torch.tensor(scale)))
+        bounds = (2.8e-4, 9e-4) if name == "gelu" else (1e-6, 1e-6)
+        for actual, exact, bound in (
+            (value * factors[0], wanted, bounds[0]),
+            (y * factors[1], wanted, bounds[0]),
+            (d * factors[2], slope, bounds[1]),
+        ):
+            assert ((actual - exact).abs() / exact.abs().clamp(min=1.0)).max() < bound + 4e-6
+
+
+def test_a_large_number_added_and_taken_away_still_rounds(interpreted):
+    s, results = interpreted
+    for scale in SCALES:
+        value, y, d, factors = results["rounding", 0, True, scale]
+        for actual in (value * factors[0], y * factors[1]):
+            assert torch.equal(actual, (s * scale).round())
+        assert torch.equal(d * factors[2], torch.ones_like(s))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_functions_and_factors_are_those_of_the_head(interpreted, fast):
+    _, results = interpreted
+    for head, name in enumerate(MIXED):
+        for actual, expected in zip(results["mixed", head, fast, 0.3], results[name, 0, fast, 0.3], strict=True):
+            assert torch.equal(actual, expected)
+    factors = {tuple(results[name, 0, fast, 0.3][3].tolist()) for name in MIXED}
+    assert len(factors) > 1 if fast else factors == {(1.0, 1.0, 1.0)}
+
+
+def folded(activation, outputs=1) -> Folded:
+    return fold(spelled(Activation(activation).expression.fast_pair.select(*range(outputs)), fast=True))
+
+
+def plain(activation, outputs=1) -> Folded:
+    return unfolded(spelled(Activation(activation).expression.fast_pair.select(*range(outputs)), fast=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("identity", 0),
+        ("silu", 3),
+        ("gelu", 5),
+        ("gelu_tanh", 5),
+        ("relu", 2),
+        ("sigmoid", 3),
+        ("tanh", 2),
+        ("exp", 2),
+        ("hardswish", 4),
+    ],
+)
+def test_instructions_of_the_value(name, count):
+    assert folded(name).instructions == count
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid", "hardswish", "exp", "identity"])
+def test_folding_saves_an_instruction_of_the_pair(name):
+    assert folded(name, 2).instructions <= plain(name, 2).instructions - 1
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("name", [*activations(), *TRACED])
+def test_folding_never_costs_an_instruction(keys, name, outputs):
+    assert folded(keys[name], outputs).instructions <= plain(keys[name], outputs).instructions
+
+
+def test_the_scale_of_silu_and_gelu_is_left_to_the_factor():
+    half = Coefficient(0.5, 1)
+    assert folded("silu").factors == folded("gelu").factors == folded("gelu_tanh").factors == (half,)
+    assert folded("identity").factors == (SCALE,)
+    assert [step.operation for step in folded("silu").steps] == ["mul", "tanh", "mul", "add"]
+    assert folded("relu").factors == (Coefficient(1.0),), "relu(scale * s) is no multiple of relu(s) where the scale is negative"
+
+
+def by_hand(s):
+    return 0.5 * s * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (s + 0.044715 * s**3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "copy"),
+    [
+        ("silu", functional.silu),
+        ("gelu", functional.gelu),
+        ("gelu_tanh", lambda s: functional.gelu(s, approximate="tanh")),
+        ("hardswish", functional.hardswish),
+    ],
+)
+def test_a_traced_copy_gives_the_code_of_the_built_in(name, copy):
+    assert generate((Activation(copy).key,), fast=True) == generate((name,), fast=True)
+
+
+@pytest.mark.parametrize(("name", "copy"), [("silu", lambda s: s * torch.sigmoid(s)), ("gelu_tanh", by_hand)])
+def test_a_formula_written_out_takes_no_more_instructions_than_the_built_in(name, copy):
+    assert folded(copy).instructions == folded(name).instructions
+    assert folded(copy).factors == folded(name).factors
+
+
+def function_text(source, name):
+    return source.split(f"def {name}(")[1].split("\n\n\n")[0].rpartition("return")[0]
+
+
+def test_the_text_is_fused_and_readable():
+    source = generate(("silu", "gelu_tanh"), fast=True)
+    assert "# f(scale * s) = scale * 0.5 * g, for the f of value_0\n" in source
+    body = function_text(source, "scaled_value_0")
+    assert body.split("\n")[1:] == ["    k0 = scale * 0.5", "    t0 = s * k0", "    t1 = tanh(t0)", "    t2 = s * t1 + s", "    "]
+    assert "scale_3 = scale_2 * scale\n" in function_text(source, "scaled_value_1")
+    assert "/" not in source.split('"""', 2)[2], "nothing is divided by the scale"
+
+
+def test_the_exact_flavour_folds_nothing():
+    source = generate(("silu", "gelu"))
+    assert "return activate(s * scale, head)" in source
+    assert "return activate_pair(s * scale, head)" in source
+    assert "def scaled_value_0" not in source
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_both_frontends_define_the_same_functions(keys, fast):
+    names = []
+    for frontend in ("triton", "gluon"):
+        tree = ast.parse(generate(tuple(keys.values()), fast=fast, frontend=frontend))
+        names.append([node.name for node in tree.body if isinstance(node, ast.FunctionDef)])
+    assert names[0] == names[1]
+    assert {"activate_scaled", "factor", "activate_pair_scaled", "pair_factors"} <= set(names[0])
+    assert len(set(names[0])) == len(names[0])
+
+
+COMPILED = """
+import json, re, sys
+import triton, triton.language as tl
+from compile_kernels import cuobjdump
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from gdpa.device_source import device_functions
+
+@triton.jit
+def value_kernel(S, Y, C, scale, head, SCALED: tl.constexpr, FACTOR: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(Y + i, SCALED(tl.load(S + i), scale, head))
+    tl.store(C, FACTOR(scale, head))
+
+@triton.jit
+def pair_kernel(S, Y, C, scale, head, SCALED: tl.constexpr, FACTORS: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    g, dg = SCALED(tl.load(S + i), scale, head)
+    c, d = FACTORS(scale, head)
+    tl.store(Y + i, g)
+    tl.store(Y + N + i, dg)
+    tl.store(C, c)
+    tl.store(C + 1, d)
+
+@gluon.jit
+def gluon_kernel(S, Y, C, scale, head, SCALED: gl.constexpr, FACTORS: gl.constexpr, N: gl.constexpr):
+    i = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    g, dg = SCALED(gl.load(S + i), scale, head)
+    c, d = FACTORS(scale, head)
+    gl.store(Y + i, g)
+    gl.store(Y + N + i, dg)
+    gl.store(C, c)
+    gl.store(C + 1, d)
+
+def compiled(kernel, functions, size=128):
+    chosen = (functions.scaled, functions.factor) if kernel is value_kernel else (functions.scaled_pair, functions.pair_factors)
+    signature = dict(zip(kernel.arg_names, ["*fp32"] * 3 + ["fp32", "i32"] + ["constexpr"] * 3))
+    source = GluonASTSource if kernel is gluon_kernel else ASTSource
+    source = source(kernel, signature, {(5,): chosen[0], (6,): chosen[1], (7,): size})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}).asm["cubin"]
+
+mixed = tuple(json.loads(sys.argv[1]))
+for fast in (False, True):
+    for kernel in (value_kernel, pair_kernel):
+        assert compiled(kernel, device_functions(mixed, fast=fast))
+    assert compiled(gluon_kernel, device_functions(mixed, fast=fast, frontend="gluon"))
+counts = {}
+for name in json.loads(sys.argv[2]):
+    for kernel in (value_kernel, pair_kernel):
+        # A second element per thread adds what is done per element; scalars are computed once.
+        texts = [cuobjdump(compiled(kernel, device_functions((name,), fast=True), size), "-sass") for size in (128, 256)]
+        one, two = (len(re.findall(r"\\b(?:FMUL|FADD|FFMA|MUFU|FMNMX|FSETP|FSEL)\\b", text)) for text in texts)
+        counts.setdefault(name, []).append(two - one)
+print(json.dumps(counts))
+"""
+
+
+def test_the_compiler_needs_as_many_instructions_as_were_counted(tmp_path, keys):
+    names = ["identity", "silu", "gelu_tanh", "sigmoid", "hardswish"]
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    environment = clean_env(GDPA_CACHE_DIR=str(tmp_path / "cache"), TRITON_CACHE_DIR=str(tmp_path / "triton"))
+    environment["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
+    mixed = [*MIXED, keys["polynomial"], keys["custom_constant"]]
+    command = [sys.executable, script, json.dumps(mixed), json.dumps(names)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout) == {name: [folded(name, outputs).instructions for outputs in (1, 2)] for name in names}
