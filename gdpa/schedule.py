@@ -1,19 +1,25 @@
 """Which tiles there are: lists of non-empty tiles, built on the device without a host synchronisation.
 
 A jagged batch cut into tiles of BLOCK rows has sum(ceil(length / BLOCK)) of them, a number only the device knows. The host knows a
-bound, rows // BLOCK + batch + 1, launches that many programs, and those past the end leave at once.
+bound, rows // BLOCK + batch + 1, launches that many programs, and those past the end leave at once (or it launches as many as the
+device has multiprocessors, which take tiles from the list until its count is reached).
 
 Kernels read (start, length) from here alone, never from the caller's offsets: `bounds` clamps them to the buffer, so that whatever the
 offsets hold nothing is read or written outside it. Row `batch` of the bounds is the uncovered tail of the buffer, a sequence that
 attends to nothing, so the kernels write its zeros in passing.
+
+On CUDA and ROCm devices each list is built by one kernel of schedule_kernels.py. The torch operations here build the same on other
+devices, and where Triton is missing; among tiles with as much to walk, the order may differ.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,18 +45,68 @@ def tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, blo
     return _cached(("tiles", sides, batch, rows, block), anchors, lambda: _build_tiles(owner, other, batch, rows, block))
 
 
+def records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_rows: int, k_rows: int, block: int) -> Tensor:
+    """All that a kernel must know of each tile of queries, as int32 (count bound + 1, 8).
+
+    Row 0 is (count of tiles, 0, ...). Rows 1 to count are (q_start, q_length, first row of the tile within the sequence, k_start,
+    k_length, sequence, 0, 0); what follows them is not initialised. A side without offsets has `q_rows` (`k_rows`) rows a sequence and
+    starts at sequence * rows; one side at least has offsets. The uncovered tail of a packed q is sequence `batch`, without keys.
+
+    Tiles of a sequence follow one another. Sequences come sorted by ceil(k_length / 128), the longest first; 127 and more count as
+    the same. Dealt out in turn, such a list keeps programs equally busy.
+    """
+    anchors = tuple(t for t in (q_offsets, k_offsets) if t is not None)
+    kind = ("records", q_offsets is None, k_offsets is None, batch, q_rows, k_rows, block)
+    return _cached(kind, anchors, lambda: _build_records(q_offsets, k_offsets, batch, q_rows, k_rows, block))
+
+
 def tile_bound(packed: bool, batch: int, rows: int, block: int) -> int:
     """The most tiles there can be: what the host launches."""
     return rows // block + batch + 1 if packed else batch * -(-rows // block)
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _by_kernel(*sides: Tensor | None) -> bool:
+    return any(side is not None and side.device.type == "cuda" for side in sides) and _has_triton()
+
+
 def _build_bounds(offsets: Tensor, rows: int) -> Tensor:
+    if _by_kernel(offsets):
+        from gdpa import schedule_kernels
+
+        return schedule_kernels.build_bounds(offsets, rows)
+    return _plain_bounds(offsets, rows)
+
+
+def _build_tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, block: int) -> Tensor:
+    if _by_kernel(owner, other):
+        from gdpa import schedule_kernels
+
+        bound = tile_bound(owner is not None, batch, rows, block)
+        return schedule_kernels.build_tiles(owner, other, batch, rows, block, bound)
+    return _plain_tiles(owner, other, batch, rows, block)
+
+
+def _build_records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_rows: int, k_rows: int, block: int) -> Tensor:
+    if _by_kernel(q_offsets, k_offsets):
+        from gdpa import schedule_kernels
+
+        bound = tile_bound(q_offsets is not None, batch, q_rows, block)
+        return schedule_kernels.build_records(q_offsets, k_offsets, batch, q_rows, k_rows, block, bound)
+    return _plain_records(q_offsets, k_offsets, batch, q_rows, k_rows, block)
+
+
+def _plain_bounds(offsets: Tensor, rows: int) -> Tensor:
     clamped = offsets.clamp(0, rows).int()
     ends = torch.cat((clamped[1:], clamped.new_full((1,), rows)))
     return torch.stack((clamped, (ends - clamped).clamp_(min=0)), dim=1)
 
 
-def _build_tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, block: int) -> Tensor:
+def _plain_tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, block: int) -> Tensor:
     device = (owner if owner is not None else other).device  # type: ignore[union-attr]
     bound = tile_bound(owner is not None, batch, rows, block)
     lengths = torch.full((batch,), rows, dtype=torch.int32, device=device) if owner is None else owner[:, 1]
@@ -67,6 +123,20 @@ def _build_tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: i
     position = torch.searchsorted(ends, tile, right=True).clamp_(max=max(lengths.shape[0] - 1, 0))
     sequence = torch.where(tile < ends[-1:], order[position], -1)
     return torch.stack((sequence, tile - (ends - counts)[position]), dim=1).int()
+
+
+def _plain_records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_rows: int, k_rows: int, block: int) -> Tensor:
+    q_bounds = None if q_offsets is None else _plain_bounds(q_offsets, q_rows)
+    k_bounds = None if k_offsets is None else _plain_bounds(k_offsets, k_rows)
+    sequence, tile = _plain_tiles(q_bounds, k_bounds, batch, q_rows, block).unbind(1)
+    count = (sequence >= 0).sum().int().reshape(1)
+    sequence = sequence.clamp(min=0)
+    none = torch.zeros_like(sequence)
+    q_start, q_length = (sequence * q_rows, none + q_rows) if q_bounds is None else q_bounds[sequence].unbind(1)
+    k_start, k_length = (sequence * k_rows, none + k_rows) if k_bounds is None else k_bounds[sequence].unbind(1)
+    k_start, k_length = (x.where(sequence < batch, 0) for x in (k_start, k_length))  # the tail attends to nothing
+    listed = torch.stack((q_start, q_length, tile * block, k_start, k_length, sequence, none, none), dim=1)
+    return torch.cat((torch.nn.functional.pad(count, (0, 7))[None], listed))
 
 
 def _memory_is_a_graphs(device: torch.device) -> bool:

@@ -1,13 +1,285 @@
-"""The tile lists against a plain Python model: every tile once, long ones first, nothing outside the buffer."""
+"""The tile lists against a plain Python model: every tile once, long ones first, nothing outside the buffer.
+
+The kernels run interpreted on CPU tensors, or on the GPU where there is one, and the torch operations beside them on the CPU: both
+are held to the same.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import needs_triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gdpa import schedule
+
+if importlib.util.find_spec("triton"):
+    from gdpa import schedule_kernels
+
+BUILDERS = [pytest.param(False, id="torch"), pytest.param(True, id="kernel", marks=needs_triton)]
+LONGEST_CLASS = 127
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
+
+
+class Batch(NamedTuple):
+    """Arguments of `schedule.records`; offsets as numbers, None for a side that has none."""
+
+    q_offsets: list[int] | None
+    k_offsets: list[int] | None
+    batch: int
+    q_rows: int
+    k_rows: int
+    block: int
+    dtype: torch.dtype = torch.int32
+
+    @property
+    def bound(self) -> int:
+        return schedule.tile_bound(self.q_offsets is not None, self.batch, self.q_rows, self.block)
+
+    def tensors(self, kernel: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        device = DEVICE if kernel else "cpu"
+        q, k = (None if x is None else torch.tensor(x, dtype=self.dtype, device=device) for x in (self.q_offsets, self.k_offsets))
+        return q, k
+
+    def build(self, kernel: bool) -> torch.Tensor:
+        q, k = self.tensors(kernel)
+        if not kernel:
+            return schedule.records(q, k, self.batch, self.q_rows, self.k_rows, self.block)
+        guarded, records = guard(self.bound + 1, 8)
+        guarded_counts, counts = guard_like(schedule_kernels.new_counts(q is not None, self.batch, DEVICE))
+        schedule_kernels.launch_records(records, counts, q, k, self.batch, self.q_rows, self.k_rows, self.block)
+        check_guard(guarded)
+        check_guard(guarded_counts)
+        return records
+
+    def tiles(self, kernel: bool) -> torch.Tensor:
+        """The (sequence, block) list instead, through bounds."""
+        q, k = self.tensors(kernel)
+        if not kernel:
+            q_bounds = None if q is None else schedule.bounds(q, self.q_rows)
+            k_bounds = None if k is None else schedule.bounds(k, self.k_rows)
+            return schedule.tiles(q_bounds, k_bounds, self.batch, self.q_rows, self.block)
+        q_bounds, k_bounds = (guarded_bounds(x, rows) for x, rows in ((q, self.q_rows), (k, self.k_rows)))
+        guarded, tiles = guard(self.bound, 2)
+        guarded_counts, counts = guard_like(schedule_kernels.new_counts(q is not None, self.batch, DEVICE))
+        schedule_kernels.launch_tiles(tiles, counts, q_bounds, k_bounds, self.batch, self.q_rows, self.block)
+        check_guard(guarded)
+        check_guard(guarded_counts)
+        return tiles
+
+    def model(self) -> list[tuple[int, ...]]:
+        """The records, in the order of the sequences."""
+        queries = model_side(self.q_offsets, self.batch, self.q_rows)
+        keys = model_side(self.k_offsets, self.batch, self.k_rows)
+        if self.q_offsets is not None:
+            keys = [*keys[: self.batch], (0, 0)]
+        return [
+            (q_start, q_length, row, k_start, k_length, sequence, 0, 0)
+            for sequence, ((q_start, q_length), (k_start, k_length)) in enumerate(zip(queries, keys, strict=False))
+            for row in range(0, q_length, self.block)
+        ]
+
+
+GUARD = 64
+MARK = -77
+
+
+def guard(rows: int, width: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in the middle of a marked one."""
+    whole = torch.full((GUARD + rows * width + GUARD,), MARK, dtype=dtype, device=DEVICE)
+    return whole, whole[GUARD : GUARD + rows * width].view(rows, width)
+
+
+def guard_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole, inner = guard(x.numel(), 1, x.dtype)
+    return whole, inner.view(x.shape)
+
+
+def check_guard(whole: torch.Tensor) -> None:
+    assert (whole[:GUARD] == MARK).all()
+    assert (whole[-GUARD:] == MARK).all()
+
+
+def guarded_bounds(offsets: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    if offsets is None:
+        return None
+    guarded, bounds = guard(offsets.shape[0], 2)
+    schedule_kernels.launch_bounds(bounds, offsets, rows)
+    check_guard(guarded)
+    assert torch.equal(bounds.cpu(), schedule.bounds(offsets.cpu(), rows))
+    return bounds
+
+
+def model_side(offsets: list[int] | None, batch: int, rows: int) -> list[tuple[int, int]]:
+    """(start, length) of each sequence and, of a packed side, of the tail."""
+    if offsets is None:
+        return [(b * rows, rows) for b in range(batch)]
+    inside = [min(max(x, 0), rows) for x in offsets]
+    return [(start, max(end - start, 0)) for start, end in zip(inside, [*inside[1:], rows], strict=True)]
+
+
+def cumulated(lengths: list[int]) -> list[int]:
+    return offsets(*lengths).tolist()
+
+
+def key_class(k_length: int) -> int:
+    return min(-(-k_length // 128), LONGEST_CLASS)
+
+
+def check_order(records: list[tuple[int, ...]], block: int) -> None:
+    """Longest class first; a sequence's tiles follow one another, from its first row."""
+    classes = [key_class(record[4]) for record in records]
+    assert classes == sorted(classes, reverse=True)
+    for before, record in zip([None, *records], records, strict=False):
+        if record[2] > 0:
+            assert before is not None and before[5] == record[5] and before[2] == record[2] - block
+
+
+@st.composite
+def batches(draw: Callable[..., int]) -> Batch:
+    batch = draw(st.sampled_from([0, 1, 2, 5, 31, 32, 33, 70]))
+    block = draw(st.sampled_from([16, 64, 128]))
+    form = draw(st.sampled_from(["packed", "dense keys", "dense or shared queries"]))
+    length = st.one_of(st.sampled_from([0, 0, 1, 127, 128, 129, 255, 256, 257]), st.integers(0, 700))
+    q_lengths, k_lengths = (draw(st.lists(length, min_size=batch, max_size=batch)) for _ in range(2))
+    tail = draw(st.sampled_from([0, 1, 300]))
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    q_offsets = None if form == "dense or shared queries" else cumulated(q_lengths)
+    k_offsets = None if form == "dense keys" else cumulated(k_lengths)
+    q_rows = draw(length) if q_offsets is None else q_offsets[-1] + tail
+    k_rows = draw(length) if k_offsets is None else k_offsets[-1] + tail
+    return Batch(q_offsets, k_offsets, batch, q_rows, k_rows, block, dtype)
+
+
+@pytest.mark.parametrize("kernel", BUILDERS)
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_every_tile_has_one_record(kernel, batch):
+    records = batch.build(kernel)
+    assert records.shape == (batch.bound + 1, 8) and records.dtype == torch.int32
+    count, *rest = records[0].tolist()
+    assert rest == [0] * 7
+    found = [tuple(record) for record in records[1 : count + 1].tolist()]
+    assert sorted(found, key=lambda record: (record[5], record[2])) == batch.model()
+    check_order(found, batch.block)
+
+
+@pytest.mark.parametrize("kernel", BUILDERS)
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_every_tile_is_in_the_list_of_pairs(kernel, batch):
+    tiles = batch.tiles(kernel)
+    assert tiles.shape == (batch.bound, 2) and tiles.dtype == torch.int32
+    found = listed(tiles)
+    expected = batch.model()
+    assert sorted(found) == [(record[5], record[2] // batch.block) for record in expected]
+    walked = {record[5]: -(-record[4] // batch.block) for record in expected}
+    if batch.k_offsets is None:  # all the same, but for the tail
+        walked = {b: int(b < batch.batch) for b in walked}
+    blocks = [min(walked[b], LONGEST_CLASS) for b, _ in found]
+    assert blocks == sorted(blocks, reverse=True)
+    for before, (b, i) in zip([None, *found], found, strict=False):
+        assert i == 0 or before == (b, i - 1)
+
+
+@needs_triton
+def test_sequences_past_the_last_class_are_listed_too():
+    lengths = [100, 127 * 128, 126 * 128, 500 * 128, 127 * 128 + 1]
+    batch = Batch(cumulated([300] * 5), cumulated(lengths), 5, 1500, sum(lengths), 128)
+    records = batch.build(kernel=True)
+    found = [tuple(record) for record in records[1 : records[0, 0] + 1].tolist()]
+    assert sorted(found, key=lambda record: (record[5], record[2])) == batch.model()
+    check_order(found, 128)
+    assert {record[5] for record in found[:9]} == {1, 3, 4}
+
+
+@needs_triton
+@pytest.mark.parametrize("batch", [2047, 5000])
+def test_batches_larger_than_a_program_counts_at_once(batch):
+    draw = random.Random(batch)
+    q_lengths, k_lengths = ([draw.choice([0, 1, 70, 130]) for _ in range(batch)] for _ in range(2))
+    case = Batch(cumulated(q_lengths), cumulated(k_lengths), batch, sum(q_lengths) + 7, sum(k_lengths), 64)
+    records = case.build(kernel=True)
+    found = [tuple(record) for record in records[1 : records[0, 0] + 1].tolist()]
+    assert sorted(found, key=lambda record: (record[5], record[2])) == case.model()
+    check_order(found, 64)
+
+
+garbage = st.one_of(st.integers(-5, 700), st.sampled_from([-(2**31), 2**31 - 1, 0, 600]))
+wild_garbage = st.one_of(garbage, st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**32, 2**32 + 5, -(2**32), 2**63 - 1]))
+
+
+@pytest.mark.parametrize("kernel", BUILDERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_garbage_offsets_claim_nothing_outside(kernel, data):
+    count = data.draw(st.sampled_from([1, 2, 4, 40]))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    values = st.lists(garbage if dtype == torch.int32 else wild_garbage, min_size=count, max_size=count)
+    batch = Batch(data.draw(values), data.draw(values), count - 1, 600, 450, 16, dtype)
+    records = batch.build(kernel)
+    tiles = records[0, 0].item()
+    expected = batch.model()
+    assert tiles == min(len(expected), batch.bound)
+    found = [tuple(record) for record in records[1 : tiles + 1].tolist()]
+    assert len(set(found)) == tiles
+    assert set(found) <= set(expected)
+    check_order(found, 16)
+    pairs = listed(batch.tiles(kernel))
+    assert len(set(pairs)) == len(pairs) == tiles
+    assert set(pairs) <= {(record[5], record[2] // 16) for record in expected}
+
+
+@needs_triton
+def test_more_tiles_than_32_bits_count_are_counted():
+    """Offsets that alternate between 0 and the end claim the whole buffer every second time: 2^31 tiles of 16 rows and more."""
+    rows, batch = 2**31 - 16, 64
+    values = [0, rows] * (batch // 2) + [0]
+    counts = schedule_kernels.new_counts(True, batch, DEVICE)
+    guarded, records = guard(100 + 1, 8)  # a list shorter than its bound, as if more were claimed yet
+    schedule_kernels.launch_records(
+        records, counts, torch.tensor(values, dtype=torch.int32, device=DEVICE), None, batch, rows, 10, 16
+    )
+    check_guard(guarded)
+    assert counts[0, 0].sum() == 33 * (rows // 16) > 2**31
+    assert records[0, 0] == 100
+    assert records[1:, 2].tolist() == [16 * i for i in range(100)]
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 4000)), min_size=1, max_size=80))
+def test_dealt_out_in_turn_the_tiles_keep_programs_equally_busy(programs, lengths):
+    q_lengths, k_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
+    batch = Batch(cumulated(q_lengths), cumulated(k_lengths), len(lengths), sum(q_lengths), sum(k_lengths), 128)
+    records = batch.build(kernel=True)
+    work = [max(key_class(k_length), 1) for k_length in records[1 : records[0, 0] + 1, 4].tolist()]
+    loads = [sum(work[program::programs]) for program in range(programs)]
+    assert max(loads) - sum(loads) / programs <= max(work, default=0)
+
+
+def test_records_are_shared_until_the_offsets_change():
+    q, k = offsets(5, 6), offsets(7, 8)
+    first = schedule.records(q, k, 2, 11, 15, 128)
+    assert schedule.records(q, k, 2, 11, 15, 128) is first
+    assert schedule.records(q, None, 2, 11, 15, 128) is not first
+    k[1] = 4
+    assert schedule.records(q, k, 2, 11, 15, 128)[1:3, 3:5].tolist() == [[4, 11], [0, 4]]
+
+
+@needs_triton
+def test_strided_offsets_are_read_by_their_strides():
+    apart = torch.tensor([0, 99, 5, 99, 11, 99], device=DEVICE)[::2]
+    assert schedule_kernels.build_bounds(apart, 11).tolist() == [[0, 5], [5, 6], [11, 0]]
+    records = schedule_kernels.build_records(apart, None, 2, 11, 3, 16, schedule.tile_bound(True, 2, 11, 16))
+    assert sorted(records[1:3, :2].tolist()) == [[0, 5], [5, 6]]
 
 
 def offsets(*lengths: int) -> torch.Tensor:
@@ -90,9 +362,10 @@ def test_a_freed_tensors_schedule_is_not_given_to_another_at_its_address():
 
 def test_heads_first_tensors_are_copied_so_that_their_length_is_not_compiled_in():
     pytest.importorskip("triton")
+    from gdpa.backends import gpu
     from gdpa.backends.triton import launch
 
     heads_first = torch.randn(4, 65, 16).transpose(0, 1)
-    assert launch._strides(launch._aligned(heads_first)) == (0, 64, 16)
+    assert launch._strides(gpu.aligned(heads_first)) == (0, 64, 16)
     fused = torch.randn(65, 3, 4, 16)[:, 1]
-    assert launch._aligned(fused) is fused
+    assert gpu.aligned(fused) is fused
