@@ -51,7 +51,7 @@ def find_side(side_ptr, sequence, batch, rows, FORM: tl.constexpr):
         start = tl.load(side_ptr + sequence, mask=sequence <= batch, other=0).to(tl.int64)
         end = tl.load(side_ptr + sequence + 1, mask=sequence < batch, other=0).to(tl.int64)
         start = tl.minimum(tl.maximum(start, 0), rows)
-        end = tl.where(sequence < batch, tl.minimum(end, rows), rows)
+        end = tl.where(sequence < batch, tl.minimum(tl.maximum(end, 0), rows), rows)
         length = tl.where(sequence <= batch, tl.maximum(end - start, 0), 0).to(tl.int32)
         start = start.to(tl.int32)
     else:

@@ -237,6 +237,17 @@ def test_garbage_offsets_claim_nothing_outside(kernel, data):
 
 
 @needs_triton
+def test_offsets_at_the_ends_of_64_bits_do_not_wrap_around():
+    values = [356, -(2**63), 2**63 - 1, -(2**63) + 355, 2**32 + 5, 7]
+    batch = Batch(values, values, 5, 600, 450, 16, torch.int64)
+    assert model_side(values, 5, 600) == [(356, 0), (0, 600), (600, 0), (0, 600), (600, 0), (7, 593)]
+    batch.tiles(kernel=True)  # compares the bounds
+    records = batch.build(kernel=True)
+    assert records[0, 0] == batch.bound
+    assert {tuple(record) for record in records[1:].tolist()} <= set(batch.model())
+
+
+@needs_triton
 def test_more_tiles_than_32_bits_count_are_counted():
     """Offsets that alternate between 0 and the end claim the whole buffer every second time: 2^31 tiles of 16 rows and more."""
     rows, batch = 2**31 - 16, 64
