@@ -11,10 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-if hasattr(gluon, "aggregate"):
-    aggregate = gluon.aggregate
-else:
+if not hasattr(gluon, "aggregate"):
     from triton.language.core import _aggregate as aggregate
+else:
+    aggregate = gluon.aggregate
 
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global

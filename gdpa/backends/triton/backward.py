@@ -9,8 +9,9 @@ Forming S and dP twice costs 7 products where one kernel needs 5, but nothing is
 whose programs own a whole (sequence, head) and keep dQ's sums in an fp32 buffer ran at half the speed (209 TFLOP/s against 377 at 2048
 on an H200): dK, dV and dQ together do not fit the registers.
 
-out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`). S, dP
-and the sums are fp32; P and dS are rounded to the inputs' dtype for the products they enter.
+out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`), and so are
+factors that all of f or f' share (`pair_of`: 2 % at 2048 keys). S, dP and the sums are fp32; P and dS are rounded to the inputs' dtype
+for the products they enter.
 """
 
 import triton
@@ -40,13 +41,30 @@ def split_scale(out_scale, dtype: tl.constexpr):
 
 
 @triton.jit
+def pair_of(s, scale, head, activate_pair: tl.constexpr, FOLD: tl.constexpr):
+    """(f, f') of raw scores. With FOLD each lacks a factor (`pair_factors`) that the finished sums are multiplied with."""
+    if FOLD:
+        return activate_pair(s, scale, head)
+    else:
+        return activate_pair(s * scale, head)
+
+
+@triton.jit
+def folded_factors(scale, head, pair_factors: tl.constexpr, FOLD: tl.constexpr):
+    if FOLD:
+        return pair_factors(scale, head)
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
 def gather_key_gradients(
     dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_db, stride_dt:
     tl.constexpr, stride_dh: tl.constexpr,
     sequence, q_start, q_len, q_rows, head, begin, end, first_key, k_len, scale, factor, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
-    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr,
+    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key block (both without their scales) over the queries begin .. end; dS is multiplied by `factor`."""
     for first_query in tl.range(begin, end, BLOCK_M):
@@ -62,7 +80,7 @@ def gather_key_gradients(
         # Transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T are then left operands as they stand, in registers.
         s = product(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST)
         dp = product(v, tl.trans(d_out), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST)
-        p, slope = activate_pair(s * scale, head)
+        p, slope = pair_of(s, scale, head, activate_pair, FOLD)
         ds = slope * dp * factor
         if MASK:
             query = first_query + tl.arange(0, BLOCK_M)[None, :]
@@ -85,10 +103,10 @@ def key_gradient_kernel(
     stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt: tl.constexpr, stride_dh: tl.constexpr,
     stride_dkb, stride_dkt: tl.constexpr, stride_dkh: tl.constexpr, stride_dvb, stride_dvt: tl.constexpr, stride_dvh: tl.constexpr,
     batch, kv_heads, q_rows, k_rows, k_blocks, scale, out_scale, left, right,
-    activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr, Q_PACKED: tl.constexpr,
-    K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr,
-    SETTLE: tl.constexpr, UPCAST: tl.constexpr,
+    activate_pair: tl.constexpr, pair_factors: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr,
+    Q_PACKED: tl.constexpr, K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr,
+    TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % kv_heads
     sequence, block = find_tile(tiles_ptr, tl.program_id(0) // kv_heads, k_blocks, HAS_LIST)
@@ -121,12 +139,12 @@ def key_gradient_kernel(
             dk, dv = gather_key_gradients(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
                 sequence, q_start, q_len, q_rows, head, begin, tl.minimum(full_begin, end), first_key, k_len, scale, early, left, right,
-                activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST,
+                activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST, FOLD,
             )  # fmt: skip
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
             sequence, q_start, q_len, q_rows, head, full_begin, full_end, first_key, k_len, scale, early, left, right,
-            activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST,
+            activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST, FOLD,
         )  # fmt: skip
         if WINDOW or not (MAPPED and TAIL_SAFE):
             # Zero rows of dO stand in for queries past the end and cancel f(0) and f'(0) where those are finite.
@@ -134,16 +152,17 @@ def key_gradient_kernel(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
                 sequence, q_start, q_len, q_rows, head, full_end, end, first_key, k_len, scale, early, left, right,
                 activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not TAIL_SAFE,
-                MAPPED, SETTLE, UPCAST,
+                MAPPED, SETTLE, UPCAST, FOLD,
             )  # fmt: skip
 
+    value_factor, slope_factor = folded_factors(scale, kv_head * GROUP, pair_factors, FOLD)
     store_tile(
-        dk_ptr, dk * (scale * late), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt,
+        dk_ptr, dk * (scale * late * slope_factor), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt,
         stride_dkh, BLOCK_N, D,
         WIDTH, UPCAST,
     )  # fmt: skip
     store_tile(
-        dv_ptr, dv * out_scale, sequence, k_start, kv_head, first_key, k_len, stride_dvb, stride_dvt, stride_dvh,
+        dv_ptr, dv * (out_scale * value_factor), sequence, k_start, kv_head, first_key, k_len, stride_dvb, stride_dvt, stride_dvh,
         BLOCK_N, DV, WIDTH_V,
         UPCAST,
     )  # fmt: skip
@@ -156,7 +175,7 @@ def gather_query_gradient(
     sequence, k_start, k_len, k_rows, kv_head, begin, end, first_query, q_len, head, scale, factor, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
-    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr,
+    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query block (without its scale) over the keys begin .. end; dS is multiplied by `factor`."""
     for first_key in tl.range(begin, end, BLOCK_N):
@@ -171,7 +190,7 @@ def gather_query_gradient(
         )  # fmt: skip
         s = product(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = product(d_out, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
-        _, slope = activate_pair(s * scale, head)
+        _, slope = pair_of(s, scale, head, activate_pair, FOLD)
         ds = slope * dp * factor
         if MASK:
             query = first_query + tl.arange(0, BLOCK_M)[:, None]
@@ -192,7 +211,7 @@ def query_gradient(
     sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, factor, left, right,
     activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr,
-    SETTLE: tl.constexpr, UPCAST: tl.constexpr,
+    SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query block (without its scale) over all the keys of one sequence, added to `dq`."""
     kv_head = head // GROUP
@@ -212,12 +231,12 @@ def query_gradient(
         dq = gather_query_gradient(
             dq, q, d_out, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
             sequence, k_start, k_len, k_rows, kv_head, begin, tl.minimum(full_begin, end), first_query, q_len, head, scale, factor,
-            left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST,
+            left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST, FOLD,
         )  # fmt: skip
     dq = gather_query_gradient(
         dq, q, d_out, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
         sequence, k_start, k_len, k_rows, kv_head, full_begin, full_end, first_query, q_len, head, scale, factor,
-        left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST,
+        left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST, FOLD,
     )  # fmt: skip
     if WINDOW or not (MAPPED and TAIL_SAFE):
         # Zero rows of V and K stand in for keys past the end: dP is zero there, and so is dS where f'(0) is finite.
@@ -226,7 +245,7 @@ def query_gradient(
             sequence, k_start, k_len, k_rows, kv_head, full_end, end, first_query, q_len, head, scale, factor,
             left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not
             TAIL_SAFE, MAPPED, SETTLE,
-            UPCAST,
+            UPCAST, FOLD,
         )  # fmt: skip
     return dq
 
@@ -238,10 +257,10 @@ def query_gradient_kernel(
     stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt: tl.constexpr, stride_dh: tl.constexpr,
     stride_dqb, stride_dqt: tl.constexpr, stride_dqh: tl.constexpr, batch, heads, q_rows, k_rows, q_blocks, scale,
     out_scale, left, right,
-    activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr, Q_PACKED: tl.constexpr,
-    K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr,
-    SETTLE: tl.constexpr, UPCAST: tl.constexpr,
+    activate_pair: tl.constexpr, pair_factors: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr,
+    Q_PACKED: tl.constexpr, K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr,
+    TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % heads
     sequence, block = find_tile(tiles_ptr, tl.program_id(0) // heads, q_blocks, HAS_LIST)
@@ -258,10 +277,11 @@ def query_gradient_kernel(
         new_accumulator(BLOCK_M, WIDTH, SETTLE), q_source, k_source, v_source, d_out_source, stride_qb, stride_qt, stride_qh,
         stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh,
         sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, early, left, right,
-        activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST,
+        activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST, FOLD,
     )  # fmt: skip
+    _, slope_factor = folded_factors(scale, head, pair_factors, FOLD)
     store_tile(
-        dq_ptr, dq * (scale * late), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt,
+        dq_ptr, dq * (scale * late * slope_factor), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt,
         stride_dqh, BLOCK_M, D,
         WIDTH, UPCAST,
     )  # fmt: skip
@@ -273,10 +293,10 @@ def shared_query_gradient_kernel(
     stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr,
     stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt: tl.constexpr, stride_dh: tl.constexpr,
     stride_pb, stride_pt: tl.constexpr, stride_ph: tl.constexpr, batch, q_rows, k_rows, chunks, scale, out_scale, left, right,
-    activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K_PACKED: tl.constexpr,
+    activate_pair: tl.constexpr, pair_factors: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K_PACKED: tl.constexpr,
     SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """dQ of queries that every sequence shares: a program sums over every `chunks`-th sequence, in fp32; the host adds the chunks."""
     chunk = tl.program_id(0)
@@ -292,8 +312,10 @@ def shared_query_gradient_kernel(
             dq, q_source, k_source, v_source, d_out_source, stride_qb, stride_qt, stride_qh,
             stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh,
             sequence, 0, q_rows, q_rows, k_start, k_len, k_rows, head, first_query, scale, factor, left, right,
-            activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST,
+            activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST, FOLD,
         )  # fmt: skip
+    _, slope_factor = folded_factors(scale, head, pair_factors, FOLD)
     store_tile(
-        partial_ptr, dq * scale, chunk, 0, head, first_query, q_rows, stride_pb, stride_pt, stride_ph, BLOCK_M, D, WIDTH, UPCAST
+        partial_ptr, dq * (scale * slope_factor), chunk, 0, head, first_query, q_rows, stride_pb, stride_pt, stride_ph, BLOCK_M, D, WIDTH,
+        UPCAST,
     )  # fmt: skip

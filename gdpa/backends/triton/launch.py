@@ -154,11 +154,22 @@ class Call:
             "UPCAST": interpreted() and problem.dtype.itemsize == 2,
         }
 
+    def pair(self) -> dict[str, Any]:
+        """How the backward kernels compute (f, f'). Sums over the query heads of a key head share their factors, so activations that
+        differ between heads leave none out."""
+        functions = self.activation()
+        fold = len(self.problem.activations) == 1
+        pair = functions.scaled_pair if fold else functions.pair
+        return {"activate_pair": pair, "pair_factors": functions.pair_factors, "FOLD": fold}
+
+    @property
+    def fast(self) -> bool:
+        return self.problem.dtype == torch.bfloat16 and self.arch >= 80
+
     def activation(self) -> Any:
-        """The device functions (value, pair). bf16 on NVIDIA takes the approximate instructions: they err less than its rounding
+        """The device functions. bf16 on NVIDIA takes the approximate instructions: they err less than its rounding
         of P and dS. fp16 rounds eight times finer, and with them passed the error budget by a tenth."""
-        fast = self.problem.dtype == torch.bfloat16 and self.arch >= 80
-        return device_functions(self.problem.activations, fast=fast)
+        return device_functions(self.problem.activations, fast=self.fast)
 
 
 def _width(size: int) -> int:
@@ -214,7 +225,7 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         *_strides(dv),
         *call.numbers(problem.kv_heads, triton.cdiv(problem.key_rows, shape.block_n)),
     )
-    constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
+    constants = {**call.pair(), **call.constants(shape, tiles)}
     return Launch(key_gradient_kernel, (count * problem.kv_heads,), arguments, constants, shape)
 
 
@@ -232,7 +243,7 @@ def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
         *_strides(dq),
         *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
     )
-    constants = {"activate_pair": call.activation().pair, **call.constants(shape, tiles)}
+    constants = {**call.pair(), **call.constants(shape, tiles)}
     return Launch(query_gradient_kernel, (count * problem.heads,), arguments, constants, shape)
 
 
@@ -257,7 +268,7 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
         problem.out_scale,
         *_window(problem),
     )
-    constants = {"activate_pair": call.activation().pair, **call.constants(shape, None)}
+    constants = {**call.pair(), **call.constants(shape, None)}
     for absent in ("HAS_LIST", "Q_PACKED"):
         del constants[absent]
     grid = (chunks, problem.heads, triton.cdiv(problem.query_rows, shape.block_m))
