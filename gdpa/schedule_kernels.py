@@ -260,6 +260,7 @@ def _plain(side: Tensor | None) -> Tensor | None:
 
 
 def _launch(kernel: Any, grid: tuple[int], arguments: tuple[Any, ...], constants: dict[str, Any], compile_only: bool) -> Any:
+    constants = {**constants, "enable_fp_fusion": True}  # there is none; unsaid, Triton 3.9 warns of its default
     if compile_only:
         return kernel.warmup(*arguments, grid=grid, **constants)
     device = arguments[0].device
