@@ -503,7 +503,7 @@ def test_the_schedule_is_built_anew_every_time(monkeypatch):
     from gdpa import schedule
 
     seen = []
-    monkeypatch.setattr(schedule, "bounds", lambda offsets, rows: seen.append(id(offsets)) or torch.zeros(4, 2, dtype=torch.int32))
+    monkeypatch.setattr(schedule, "records", lambda q_offsets, k_offsets, *sizes: seen.append(id(k_offsets)) or torch.zeros(4, 8))
     kept = []
     real = torch.Tensor.clone
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: kept.append(real(self)) or kept[-1])

@@ -53,8 +53,8 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         return 0
     if device.type == "cuda":
         # CUDA's events and graphs belong to the current device.
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
-        device = torch.device("cuda", torch.cuda.current_device())
     plan = _plan(options, device)
     if options.list:
         console.print(_size_line(plan))
