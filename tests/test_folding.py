@@ -65,6 +65,7 @@ TRACED |= {
     "two_tanhs": lambda s: 2 * torch.sigmoid(s) - 1 + s * torch.sigmoid(1.702 * s),
     "extreme_constants": lambda s: s * 1e-20 * 1e20 + torch.tanh(s * 1e13) + torch.sigmoid(s * 0),
     "cancelling": lambda s: (s + 1) * (1 - s) + (s - s) + (2 * s - s),
+    "two_lines": lambda s: (1 + torch.tanh(s)) * (1 - torch.cos(s)),
     "shared": lambda s: torch.tanh(s) * (1 + torch.tanh(s)) + torch.exp(1 + torch.tanh(s)),
 }
 
@@ -241,6 +242,12 @@ def test_the_scale_of_silu_and_gelu_is_left_to_the_factor():
     assert folded("identity").factors == (SCALE,)
     assert [step.operation for step in folded("silu").steps] == ["mul", "tanh", "mul", "add"]
     assert folded("relu").factors == (Coefficient(1.0),), "relu(scale * s) is no multiple of relu(s) where the scale is negative"
+
+
+def test_powers_of_the_scale_stay_within_float32():
+    for outputs in (1, 2):
+        result = folded(lambda s: s**17, outputs)
+        assert max(x.power for x in (*result.scalars, *result.factors)) <= 3, "a scale of 0.001 to the 17th would be 0"
 
 
 def by_hand(s):
