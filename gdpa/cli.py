@@ -308,11 +308,21 @@ def _precompile(options: argparse.Namespace) -> int:
         raise GdpaError("precompile: expected Triton to be installed, and it is not")
     if options.arch is None and not torch.cuda.is_available():
         raise GdpaError("--arch: expected a compute capability such as 80, 90 or 100, since there is no GPU here to take it from")
+    from gdpa.backends.gpu import architecture
+    from gdpa.backends.hopper.backend import HEAD_DIMENSIONS
     from gdpa.backends.triton.launch import precompile
 
     value_dim = options.value_dim or options.dim
+    arch = options.arch or architecture(torch.device("cuda", torch.cuda.current_device()))
+    on_hopper = arch == 90 and options.dim == value_dim in HEAD_DIMENSIONS and options.dtype.itemsize == 2 and not options.causal
     for name in activations:
+        keys = resolve(name, 1)
         sizes = (options.dim, value_dim, options.dtype)
-        for line in precompile(resolve(name, 1), *sizes, options.causal, options.group, options.arch, options.kv_heads):
+        for line in precompile(keys, *sizes, options.causal, options.group, arch, options.kv_heads):
             print(line)
+        if on_hopper:
+            from gdpa.backends.hopper import launch
+
+            for line in launch.precompile(keys, options.dim, options.dtype, options.group, options.kv_heads):
+                print(line)
     return 0

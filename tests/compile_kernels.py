@@ -31,6 +31,19 @@ CONFIGURATIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# The hopper backend's: activations, D, dtype, query heads per key head, form.
+HOPPER: dict[str, tuple[Any, ...]] = {
+    "silu": (("silu",), 128, torch.bfloat16, 1, "packed"),
+    "gelu_tanh": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense"),
+    "gelu-grouped": (("gelu",), 128, torch.bfloat16, 4, "dense-keys"),
+    "per-head": (("relu", "gelu", "silu", "tanh"), 128, torch.bfloat16, 1, "packed"),
+    "unsafe": (("log",), 128, torch.bfloat16, 1, "packed"),
+    "fp16": (("gelu",), 128, torch.float16, 1, "packed"),
+    "64-shared": (("gelu_tanh",), 64, torch.bfloat16, 1, "shared-queries"),
+    "64-fp16": (("silu",), 64, torch.float16, 1, "packed"),
+}
+
+
 def cuobjdump(cubin: bytes, *options: str) -> str:
     import triton
 
@@ -55,24 +68,40 @@ def facts(kernel: Any) -> dict[str, int]:
     }
 
 
-def main(arch: int, names: list[str]) -> None:
+def report(kernel: Any, arch: int, configuration: str, name: str, bits: int) -> None:
     import triton
 
+    row = {"triton": triton.__version__, "arch": arch, "configuration": configuration, "kernel": name, "bits": bits}
+    print(json.dumps(row | {"threads": 32 * kernel.metadata.num_warps} | facts(kernel)), flush=True)
+
+
+def keys_of(activations: tuple[str, ...]) -> tuple[str, ...]:
     import gdpa
+
+    return tuple(gdpa.Activation(torch.log).key if key == "log" else key for key in activations)
+
+
+def main(arch: int, names: list[str]) -> None:
+    from gdpa import schedule_kernels
+    from gdpa.backends.gpu import target_architecture
     from gdpa.backends.triton import launch
 
-    for name in names:
+    for name in names or CONFIGURATIONS:
         activations, *rest, form = CONFIGURATIONS[name]
-        keys = tuple(gdpa.Activation(torch.log).key if key == "log" else key for key in activations)
-        with launch.target_architecture(arch):
-            for planned in launch.plans(keys, *rest, arch, form):
-                kernel = planned.compile()
-                row = {"triton": triton.__version__, "arch": arch, "configuration": name, "kernel": planned.kernel.__name__}
-                print(
-                    json.dumps(row | {"threads": 32 * planned.config.warps, "bits": 8 * rest[2].itemsize} | facts(kernel)),
-                    flush=True,
-                )
+        with target_architecture(arch):
+            for planned in launch.plans(keys_of(activations), *rest, arch, form):
+                report(planned.compile(), arch, name, planned.kernel.__name__, 8 * rest[2].itemsize)
+    if names:
+        return
+    with target_architecture(arch):
+        for name, kernel in schedule_kernels.compiled(128):
+            report(kernel, arch, "schedule", name, 32)
+    if arch == 90:
+        from gdpa.backends.hopper.launch import compile_forward
+
+        for name, (activations, *hopper_rest) in HOPPER.items():
+            report(compile_forward(keys_of(activations), *hopper_rest), arch, f"hopper-{name}", "forward_kernel", 16)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or list(CONFIGURATIONS))
+    main(int(sys.argv[1]), sys.argv[2:])

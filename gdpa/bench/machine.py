@@ -64,7 +64,9 @@ def installed_version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; outside one what GDPA_COMMIT says, or None."""
+    """What GDPA_COMMIT says, for copies of a checkout; else the checkout's commit, marked where files differ from it; else None."""
+    if os.environ.get("GDPA_COMMIT"):
+        return os.environ["GDPA_COMMIT"]
     root = Path(gdpa.__file__).parent.parent
 
     def git(*arguments: str) -> str:
@@ -76,7 +78,7 @@ def commit() -> str | None:
             return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         pass
-    return os.environ.get("GDPA_COMMIT")
+    return None
 
 
 def driver(device: torch.device) -> str | None:

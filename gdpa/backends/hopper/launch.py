@@ -214,3 +214,14 @@ def compile_forward(
     arguments, _ = _arguments(problem, q, k, v, out, cu_q, cu_k, None)
     with target_architecture(90):
         return forward_kernel.warmup(*arguments, **_constants(problem, q, k, v, out, None), **OPTIONS, grid=(1,))
+
+
+def precompile(activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, kv_heads: int = 4) -> list[str]:
+    """Build the kernel into Triton's cache, in every form; a line for each."""
+    lines = []
+    for form in ("packed", "dense", "dense-keys", "shared-queries"):
+        kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads)
+        lines.append(
+            f"sm_90 {form:14} {'hopper forward_kernel':28} {TILE}x{BLOCK_N}, 12 warps, {kernel.metadata.shared // 1024} KB shared"
+        )
+    return lines

@@ -9,9 +9,9 @@ Forming S and dP twice costs 7 products where one kernel needs 5, but nothing is
 whose programs own a whole (sequence, head) and keep dQ's sums in an fp32 buffer ran at half the speed (209 TFLOP/s against 377 at 2048
 on an H200): dK, dV and dQ together do not fit the registers.
 
-out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`), and so are
-factors that all of f or f' share (`pair_of`: 2 % at 2048 keys). S, dP and the sums are fp32; P and dS are rounded to the inputs' dtype
-for the products they enter.
+out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`), and with
+FOLD so are factors that all of f or f' share. S, dP and the sums are fp32; P and dS are rounded to the inputs' dtype for the products
+they enter.
 """
 
 import triton

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa import schedule
+from gdpa import schedule, schedule_kernels
 from gdpa.activations import Activation
 from gdpa.backends.gpu import aligned, architecture, mappable, on_device, ragged_geometry, target_architecture
 from gdpa.backends.triton.backend import interpreted
@@ -154,11 +154,11 @@ class Call:
             "UPCAST": interpreted() and problem.dtype.itemsize == 2,
         }
 
-    def pair(self) -> dict[str, Any]:
-        """How the backward kernels compute (f, f'). Sums over the query heads of a key head share their factors, so activations that
-        differ between heads leave none out."""
+    def pair(self, fold: bool = False) -> dict[str, Any]:
+        """How a backward kernel computes (f, f'), with common factors left to the end if asked to `fold`. Sums over the query heads of
+        a key head share their factors, so activations that differ between heads leave none out."""
         functions = self.activation()
-        fold = len(self.problem.activations) == 1
+        fold = fold and len(self.problem.activations) == 1
         pair = functions.scaled_pair if fold else functions.pair
         return {"activate_pair": pair, "pair_factors": functions.pair_factors, "FOLD": fold}
 
@@ -225,7 +225,8 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         *_strides(dv),
         *call.numbers(problem.kv_heads, triton.cdiv(problem.key_rows, shape.block_n)),
     )
-    constants = {**call.pair(), **call.constants(shape, tiles)}
+    # dK/dV gains 2 %; dQ, at 128 registers a thread, would spill.
+    constants = {**call.pair(fold=True), **call.constants(shape, tiles)}
     return Launch(key_gradient_kernel, (count * problem.kv_heads,), arguments, constants, shape)
 
 
@@ -379,6 +380,12 @@ def precompile(
         arch = architecture(torch.device("cuda", torch.cuda.current_device()))
     lines = []
     with target_architecture(arch):
+        shapes = [
+            config(name, arch, dtype.itemsize, max(head_dim, value_dim)) for name in ("forward", "key_gradient", "query_gradient")
+        ]
+        for block in sorted({128, shapes[0].block_m, shapes[1].block_n, shapes[2].block_m}):
+            built = list(schedule_kernels.compiled(block))
+            lines.append(f"sm_{arch} tile lists of {block} rows, {len(built)} kernels")
         for form in ("packed", "dense", "dense-keys", "shared-queries"):
             for launch in plans(activations, head_dim, value_dim, dtype, masked, group, arch, form, kv_heads):
                 kernel = launch.compile()
