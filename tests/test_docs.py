@@ -84,7 +84,7 @@ def test_every_results_file_is_whole_and_says_how_it_was_made():
 
 
 def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypatch, tmp_path):
-    """Forward and backward files take the older one's place as soon as they exist; what is absent is not shown."""
+    """What is absent is not shown, and kernels that were timed under two names are shown once."""
     from gdpa.bench import readme
 
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
@@ -95,19 +95,27 @@ def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypat
     cell = row | {"provider": "fa3", "ms": None, "tflops": None, "fraction_of_floor": None}
     header = {"device": "a GPU", "dtype": "bfloat16", "batch": 2, "heads": 3, "dim": 4, "command": "gdpa bench", "commit": "c"}
     data = {"header": header | {"versions": {"torch": "2"}}, "rows": [row, cudnn, cell, row | {"activation": "gelu"}]}
-    (tmp_path / "h200-triton.json").write_text(json.dumps(data | {"header": header | {"command": "older", "versions": {}}}))
-    assert "older" in readme.tables()[0]
     (tmp_path / "h200-forward.json").write_text(json.dumps(data))
     (table,) = readme.tables()
-    assert "older" not in table
     assert "| case | gdpa-hopper silu | gdpa-hopper gelu | cudnn (softmax) |" in table
     assert "| self-8 | 600 [0.88] | 600 [0.88] | 500 [0.88] |" in table
     assert "fa3" not in table
+    theirs = row | {"mode": "backward", "note": "gradients by gdpa-triton; noisy: its even and odd rounds differ by 4%"}
+    alone = data | {"rows": [theirs]}
+    (tmp_path / "h200-backward.json").write_text(json.dumps(alone))
+    assert "| case | gdpa-hopper silu |" in readme.tables()[1]
+    twice = data | {"rows": [theirs, row | {"mode": "backward", "provider": "gdpa-triton", "tflops": 300.0}]}
+    (tmp_path / "h200-backward.json").write_text(json.dumps(twice))
+    backward = readme.tables()[1]
+    assert "; gdpa-hopper's gradients are gdpa-triton's\n" in backward
+    assert "| case | gdpa-triton silu |" in backward
+    assert "| self-8 | 300 [0.88] |" in backward
+    assert "; gdpa-hopper's gradients are gdpa-triton's\n\n| case | gdpa-triton silu |" in readme.page()
     ours = row | {"provider": "gdpa-cpu", "ms": 2.0, "peak_bytes": 10}
     eager = row | {"provider": "eager", "ms": 5.0, "peak_bytes": 1000}
     cpu = data | {"header": header | {"threads": 2, "versions": {}}, "rows": [ours, eager]}
     (tmp_path / "cpu.json").write_text(json.dumps(cpu))
-    assert "| self-8 silu | 2 ms, 2.50x (10 B, 1 KB) |" in readme.tables()[1]
+    assert "| self-8 silu | 2 ms, 2.50x (10 B, 1 KB) |" in readme.tables()[2]
     train = {"header": {"command": "gdpa train"}, "rows": [{"model": "a", "seconds_per_step": 0.12345, "steps": 9}]}
     (tmp_path / "h200-train.json").write_text(json.dumps(train))
-    assert "| a | 0.1235 | 9 |" in readme.tables()[1]
+    assert "| a | 0.1235 | 9 |" in readme.tables()[2]

@@ -17,10 +17,8 @@ from gdpa.bench.tables import duration, rate, size
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
-# README has the first table of each of these; until the GPU's are there, the portable kernels' older one stands in for them.
 GPU_FILES = ("h200-forward.json", "h200-backward.json")
 TRAIN_FILE = "h200-train.json"
-OLD_GPU_FILE = "h200-triton.json"
 CPU_FILE = "cpu.json"
 RATIO_FILE = "cpu-ratio.json"
 
@@ -41,17 +39,19 @@ def gpu_table(name: str, data: Data) -> str:
     for mode in modes:
         mine = [row for row in rows if row["mode"] == mode]
         activations = list(dict.fromkeys(row["activation"] for row in mine))
+        same = _same_kernels(mine)
         columns = [
             (provider, activation)
             for provider in NAMES
             for activation in (activations[:1] if provider in SOFTMAX else activations)
-            if any((row["provider"], row["activation"]) == (provider, activation) for row in mine)
+            if provider not in same and any((row["provider"], row["activation"]) == (provider, activation) for row in mine)
         ]
         cells = {(row["case"], row["provider"], row["activation"]): row for row in mine}
         heads = [label(p) if p in SOFTMAX else f"{p} {a}" for p, a in columns]
         lines = [
             f"{_where(data)}, {mode}, TFLOP/s and in brackets the fraction of the hardware's floor "
-            f"([docs/benchmarking.md]({{docs}}benchmarking.md)): `{data['header']['command']}` ([{name}]({{root}}results/{name}))",
+            f"([docs/benchmarking.md]({{docs}}benchmarking.md)): `{data['header']['command']}` ([{name}]({{root}}results/{name}))"
+            + "".join(f"; {provider}'s gradients are {other}'s" for provider, other in same.items()),
             "",
             "| case | " + " | ".join(heads) + " |",
             "|---" * (len(columns) + 1) + "|",
@@ -63,6 +63,13 @@ def gpu_table(name: str, data: Data) -> str:
     return "\n\n".join(parts)
 
 
+def _same_kernels(rows: list[Data]) -> dict[str, str]:
+    """Providers whose gradients are another's, by their notes, where that one's were timed too: the same kernels twice."""
+    timed = {row["provider"] for row in rows}
+    notes = {row["provider"]: re.search(r"gradients by (\S+?)(?:;|$)", row["note"] or "") for row in rows}
+    return {provider: note[1] for provider, note in notes.items() if note is not None and note[1] in timed}
+
+
 def _share(row: Data) -> str:
     share = row["fraction_of_floor"]
     return f"{row['tflops']:.0f}" + ("" if share is None else f" [{share:.2f}]")
@@ -70,8 +77,6 @@ def _share(row: Data) -> str:
 
 def _where(data: Data) -> str:
     head = data["header"]
-    if "batch" not in head:
-        return f"{head['device']}, bf16, B=1152, H=4, D=128"
     dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[head["dtype"]]
     return f"{head['device']}, {dtype}, B={head['batch']}, H={head['heads']}, D={head['dim']}"
 
@@ -151,11 +156,7 @@ def header_lines(data: Data) -> str:
 
 
 def gpu_tables() -> list[tuple[str, Data]]:
-    found = [(name, data) for name in GPU_FILES if (data := load(name)) is not None]
-    if found:
-        return found
-    old = load(OLD_GPU_FILE)
-    return [] if old is None else [(OLD_GPU_FILE, old)]
+    return [(name, data) for name in GPU_FILES if (data := load(name)) is not None]
 
 
 def tables() -> list[str]:
