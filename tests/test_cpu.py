@@ -455,6 +455,22 @@ def test_runs_long_enough_are_computed_head_by_head_unless_they_are_copied_anywa
         check(case, "cpu")
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_the_gradient_of_shared_queries_is_summed_in_bounded_parts(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("shared-query", q_lengths=(6,), k_lengths=(40, 7, 0, 7, 33), heads=4, kv_heads=2, seed=24)
+    monkeypatch.setattr(cpu, "PARTS_NUMBERS", parts * case.inputs.q.numel())
+    seen: list[int | None] = []
+    whole_run = cpu_plan.Plan.run
+
+    def run_and_note(plan: cpu_plan.Plan, work: Any, parts: int | None = None) -> None:
+        seen.append(parts)
+        whole_run(plan, work, parts)
+
+    monkeypatch.setattr(cpu_plan.Plan, "run", run_and_note)
+    check(case, "cpu")
+    assert seen == [None, parts]
+
+
 def test_merged_sequences_are_those_of_equal_lengths_in_a_row() -> None:
     case = make_case(q_lengths=(5, 5, 7, 7, 7, 0, 0, 5), k_lengths=(6, 6, 6, 6, 2, 2, 0, 6), heads=1, seed=18)
     plan = cpu_plan.Plan.of(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)

@@ -36,6 +36,10 @@ from gdpa.backends.cpu_plan import Block, Chunk, KeyTile, Plan, QueryTile, wide
 from gdpa.backends.cpu_tensors import ALONE, Place, Rows, Workspace
 from gdpa.problem import Problem
 
+# Shared queries' gradient is summed in so many parts of the batch, which workers take, and in so many numbers at the most.
+MOST_PARTS = 16
+PARTS_NUMBERS = 1 << 20
+
 
 def supports(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
@@ -164,20 +168,18 @@ def backward(
     for grad in (dk, dv):
         if grad is not None and problem.key_side == "packed":
             grad[plan.covered_keys :].zero_()
-    plan.run(
-        lambda chunk, workspace: _backward_chunk(call, chunk, workspace, grads),
-        key_heads_in_order=grads.dq_sum is not None,
-    )
+    parts = None if grads.dq_sum is None else grads.dq_sum.tensor.shape[0]
+    plan.run(lambda chunk, workspace: _backward_chunk(call, chunk, workspace, grads), parts)
     if dq is not None and grads.dq_sum is not None:
-        dq.copy_(grads.dq_sum.tensor)
+        dq.copy_(grads.dq_sum.tensor.sum(0))
     return dq, dk, dv
 
 
 class _Gradients:
     """The output's gradient, and those that are wanted.
 
-    Shared queries sum their gradient over the batch: in fp32, rounded once at the end. Key heads have sums of their own, and
-    the chunks of one key head run one after the other, in order: the result does not depend on the threads.
+    Shared queries sum their gradient over the batch: in fp32, rounded once at the end. Parts of the batch have sums of their own,
+    as many as the problem says, and within a part each key head's chunks add in order: the result does not depend on the threads.
     """
 
     def __init__(self, call: _Call, d_out: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
@@ -188,14 +190,15 @@ class _Gradients:
         self.dv = None if dv is None else Rows(dv)
         self.dq_sum: Rows | None = None
         if dq is not None and shared:
-            self.dq_sum = call.of_queries(torch.zeros(dq.shape, dtype=wide(dq.dtype)), shared=True)
+            parts = max(1, min(MOST_PARTS, call.problem.batch, PARTS_NUMBERS // max(1, dq.numel())))
+            self.dq_sum = call.of_queries(torch.zeros(parts, *dq.shape, dtype=wide(dq.dtype)))
 
     def add_to_sum(self, tile: Tensor, chunk: Chunk, queries: QueryTile) -> None:
         """Add a tile [n, h, F, R, D] to the shared queries' gradient."""
         assert self.dq_sum is not None
-        place = _queries_at(self.dq_sum, chunk, queries)
-        _, h, f, r, d = place.size
-        rows = self.dq_sum.at(place._replace(size=(1, h, f, r, d)))
+        length = chunk.block.q_len
+        place = self.dq_sum.place(chunk.part, 1, 0, length, queries.rows, chunk.kv_heads, queries.members)
+        rows = self.dq_sum.at(place)
         rows += tile if tile.shape[0] == 1 else tile.sum(0, keepdim=True)
 
 

@@ -111,15 +111,12 @@ class Chunk:
     kv_heads: slice
     shape: TileShape
     grid: tuple[KeyTile, ...]
-
-    @property
-    def matrices(self) -> int:
-        """N."""
-        return self.block.count * int(self.kv_heads.stop - self.kv_heads.start)
+    part: int  # of the batch, see Plan.run
 
     @property
     def scores(self) -> int:
-        return self.matrices * self.problem.group * self.block.q_len * self.block.k_len
+        key_heads = int(self.kv_heads.stop - self.kv_heads.start)
+        return self.block.count * key_heads * self.problem.group * self.block.q_len * self.block.k_len
 
     @property
     def precision(self) -> torch.dtype:
@@ -197,12 +194,12 @@ def _even(length: int, most: int) -> int:
     return min(most, -(-length // (16 * parts)) * 16) if parts > 1 else length
 
 
-def _chunks(problem: Problem, block: Block, shape: TileShape, key_heads: int) -> Iterator[Chunk]:
+def _chunks(problem: Problem, block: Block, shape: TileShape, key_heads: int, part: int) -> Iterator[Chunk]:
     starts = range(0, block.k_len, shape.keys)
     whole = len(starts) == 1
     grid = tuple(KeyTile(i, start, min(start + shape.keys, block.k_len), whole) for i, start in enumerate(starts))
     for first in range(0, problem.kv_heads, key_heads):
-        yield Chunk(problem, block, slice(first, min(first + key_heads, problem.kv_heads)), shape, grid)
+        yield Chunk(problem, block, slice(first, min(first + key_heads, problem.kv_heads)), shape, grid, part)
 
 
 def _activation_runs(problem: Problem, kv_heads: slice, members: slice) -> tuple[tuple[Kernel, ...], tuple[slice, ...]]:
@@ -256,29 +253,28 @@ class Plan:
     def covered_keys(self) -> int:
         return self.blocks[-1].k_start + self.blocks[-1].count * self.blocks[-1].k_len if self.blocks else 0
 
-    def run(self, work: Callable[[Chunk, Workspace], None], key_heads_in_order: bool = False) -> None:
-        """Do the work of every chunk: on workers where that divides it well, else here with threaded operators."""
+    def run(self, work: Callable[[Chunk, Workspace], None], parts: int | None = None) -> None:
+        """Do the work of every chunk: on workers where that divides it well, else here with threaded operators.
+
+        With `parts`, the chunks of one part of the batch and one key head run one after the other, in order.
+        """
         problem = self.problem
         shapes = [(block, TileShape.of(problem, block)) for block in self.blocks if not block.empty]
-        narrowest = min((shape.key_heads for _, shape in shapes), default=1)
-        chunks = [
-            chunk
-            for block, shape in shapes
-            for chunk in _chunks(problem, block, shape, narrowest if key_heads_in_order else shape.key_heads)
-        ]
         tasks: list[list[Chunk]]
-        if key_heads_in_order:
-            by_head: dict[int, list[Chunk]] = {}
-            for chunk in chunks:
-                by_head.setdefault(chunk.kv_heads.start, []).append(chunk)
-            tasks = list(by_head.values())
+        if parts is None:
+            tasks = [[chunk] for block, shape in shapes for chunk in _chunks(problem, block, shape, shape.key_heads, 0)]
         else:
-            tasks = [[chunk] for chunk in chunks]
+            narrowest = min((shape.key_heads for _, shape in shapes), default=1)
+            in_order: dict[tuple[int, int], list[Chunk]] = {}
+            for index, (block, shape) in enumerate(shapes):
+                for chunk in _chunks(problem, block, shape, narrowest, index * parts // len(shapes)):
+                    in_order.setdefault((chunk.part, chunk.kv_heads.start), []).append(chunk)
+            tasks = list(in_order.values())
         costs = [sum(chunk.scores for chunk in task) for task in tasks]
         threads = min(torch.get_num_threads(), len(tasks))
         total = sum(costs)
         if threads < 2 or total < LEAST_SCORES_FOR_WORKERS * len(tasks) or max(costs) * torch.get_num_threads() > UNEVEN * total:
-            _work_through(work, chunks)
+            _work_through(work, (chunk for task in tasks for chunk in task))
             return
         order = sorted(range(len(tasks)), key=costs.__getitem__)  # the largest is taken first
         lock, inference = threading.Lock(), torch.is_inference_mode_enabled()
