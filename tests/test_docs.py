@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,52 @@ def test_readmes_measured_tables_are_those_of_the_results():
     assert (ROOT / "docs" / "results.md").read_text() == page(), "run: python -m gdpa.bench.readme"
 
 
+def test_figures_quoted_from_the_h200s_files_are_theirs():
+    """Prose in docs/ that names these files: measured again, the sentences must be written again."""
+    forward, backward, narrow = (
+        json.loads((ROOT / "results" / f"h200-{name}.json").read_text()) for name in ("forward", "backward", "forward-64")
+    )
+    design, numerics = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("design.md", "numerics.md"))
+
+    def of(data, provider, key):
+        return [row[key] for row in data["rows"] if row["provider"] == provider and row["ms"] is not None]
+
+    def share(data, case, activation):
+        cells = {(row["case"], row["provider"], row["activation"]): row["fraction_of_floor"] for row in data["rows"]}
+        return f"{cells[case, 'gdpa-hopper', activation]:.2f}"
+
+    four = ("gdpa-hopper", "gdpa-triton", "cudnn", "varlen")
+    usual = [f"{statistics.median(of(forward, provider, 'host_us')):.0f}" for provider in four]
+    least = [f"{min(of(forward, provider, 'host_us')):.0f}" for provider in four]
+    assert (
+        f"takes {usual[0]} microseconds of Python and launch, {usual[1]} through the Triton backend, {usual[2]} to cuDNN" in design
+    )
+    assert f"{usual[3]} to `varlen_attn`" in design
+    assert f"the lowest of the rows are {least[0]}, {least[1]}, {least[2]} and {least[3]}," in design
+    least_backward = f"{min(of(backward, 'gdpa-triton', 'host_us')):,.0f}"
+    assert f"A forward costs {least[1]} microseconds of Python and launch at the least, a backward {least_backward} (" in design
+
+    assert f"the R of the tables, {forward['header']['R']['median']:.0f} TFLOP/s" in design
+    jagged = [share(forward, case, "silu") for case in ("pffn-512x512-jag", "self-512-jag")]
+    assert f"The tables have {jagged[0]} and {jagged[1]} with SiLU" in design
+    assert f"2048 x 256 with SiLU, which is {share(forward, 'pffn-2048x256', 'silu')} there" in design
+    gelu, silu, relu = (
+        " and ".join(share(narrow, case, activation) for case in ("self-1024", "self-2048"))
+        for activation in ("gelu_tanh", "silu", "relu")
+    )
+    assert f"gelu_tanh has {gelu} of the floor, SiLU {silu}, relu {relu} (" in design
+
+    built = [entry for entry in forward["schedule"] if entry["ms"] is not None]
+    fastest, slowest = (f"{1e3 * pick(entry['ms'] for entry in built):.0f}" for pick in (min, max))
+    most = 100 * max(entry["fraction_of_forward"] for entry in built)
+    assert f"with the gaps of its launch {fastest} to {slowest}, at most {most:.1f} % of any forward" in design
+
+    low, high, triton_low, triton_high = (
+        f"{pick(of(forward, provider, 'error')):.2e}".replace("e-0", "e-") for provider in four[:2] for pick in (min, max)
+    )
+    assert f"is {low} to {high} on the hopper backend, {triton_low} to {triton_high} on triton" in numerics
+
+
 def test_every_results_file_is_whole_and_says_how_it_was_made():
     files = sorted((ROOT / "results").glob("*.json"))
     assert files
@@ -104,13 +151,17 @@ def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypat
     alone = data | {"rows": [theirs]}
     (tmp_path / "h200-backward.json").write_text(json.dumps(alone))
     assert "| case | gdpa-hopper silu |" in readme.tables()[1]
-    twice = data | {"rows": [theirs, row | {"mode": "backward", "provider": "gdpa-triton", "tflops": 300.0}]}
+    twice = data | {"rows": [theirs, row | {"mode": "backward", "provider": "gdpa-triton", "ms": 1.25, "tflops": 300.0}]}
     (tmp_path / "h200-backward.json").write_text(json.dumps(twice))
     backward = readme.tables()[1]
-    assert "; gdpa-hopper's gradients are gdpa-triton's\n" in backward
+    once_more = "; gdpa-hopper's gradients are gdpa-triton's (the same kernels, timed once more: 0.80 to 0.80 of the time)\n"
+    assert once_more in backward
     assert "| case | gdpa-triton silu |" in backward
     assert "| self-8 | 300 [0.88] |" in backward
-    assert "; gdpa-hopper's gradients are gdpa-triton's\n\n| case | gdpa-triton silu |" in readme.page()
+    assert once_more + "\n| case | gdpa-triton silu |" in readme.page()
+    (tmp_path / "h200-forward-64.json").write_text(json.dumps(data | {"header": data["header"] | {"dim": 64}}))
+    assert "D=64, forward" in readme.page()
+    assert "D=64, forward" not in "".join(readme.tables())
     ours = row | {"provider": "gdpa-cpu", "ms": 2.0, "peak_bytes": 10}
     eager = row | {"provider": "eager", "ms": 5.0, "peak_bytes": 1000}
     cpu = data | {"header": header | {"threads": 2, "versions": {}}, "rows": [ours, eager]}
