@@ -1,7 +1,7 @@
 """From a Problem and its tensors to a launch of the forward kernel.
 
-A call's way is short, since models with small batches wait for it: what does not depend on addresses is remembered in a Recipe, and the
-kernel is started past the argument binding of Triton's `kernel[grid](...)`.
+A call's way is short, since models with small batches wait for it: what stays the same from batch to batch is remembered in a Recipe,
+and the kernel is started past the argument binding of Triton's `kernel[grid](...)`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class Recipe(NamedTuple):
-    """How calls of one kind run: all but their addresses."""
+    """How calls of one kind run, whatever their addresses and numbers of rows: these change with every jagged batch."""
 
     kernel: Any
     constants: tuple[Any, ...]
-    grid: int
     geometries: tuple[tuple[list[int], list[int]], ...]  # of q, k, v and the output
-    numbers: tuple[int | float, ...]
 
 
 _MOST_RECIPES = 4096
@@ -65,17 +63,33 @@ def forward(
     out_scale: Tensor | None,
 ) -> Tensor:
     out = q.new_empty(problem.output_shape)
-    key = (problem, q.stride(), k.stride(), v.stride(), out_scale is None)
+    if out.numel() == 0:
+        return out
+    if k.numel() == 0:  # a descriptor needs an address
+        return out.zero_()
+    key = (
+        q.device,
+        q.dtype,
+        problem.activations,
+        problem.query_side,
+        problem.key_side,
+        q.shape[-2:],
+        k.shape[-2:],
+        q.stride()[-3:],
+        k.stride()[-3:],
+        v.stride()[-3:],
+        out_scale is None,
+    )
     recipe = _recipes.get(key)
-    sound = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0 and q.device.index == torch.cuda.current_device()
-    if recipe is None or not sound:
+    if recipe is None or not _in_place(q, k, v):
         with on_device(q):
             return _first(key, problem, q, k, v, out, cu_seqlens_q, cu_seqlens_k, out_scale)
-    records, scales = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
     described = [Described(x, geometry) for x, geometry in zip((q, k, v, out), recipe.geometries, strict=True)]
+    pointers = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
+    numbers = _numbers(problem)
     kernel = recipe.kernel
     kernel.run(
-        recipe.grid,
+        _programs(numbers, q.device),
         1,
         1,
         torch._C._cuda_getCurrentRawStream(q.device.index),
@@ -85,12 +99,20 @@ def forward(
         knobs.runtime.launch_enter_hook,
         knobs.runtime.launch_exit_hook,
         *described,
-        records,
-        scales,
-        *recipe.numbers,
+        *pointers,
+        *numbers,
         *recipe.constants,
     )
     return out
+
+
+def _in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether tensors whose last strides have a recipe can take it: their addresses, the distance of dense sequences, the device."""
+    return (
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+        and all(x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
+        and q.device.index == torch.cuda.current_device()
+    )
 
 
 def _first(
@@ -105,21 +127,16 @@ def _first(
     out_scale: Tensor | None,
 ) -> Tensor:
     """A call of a kind not seen before, or whose inputs must be copied: through Triton's own way to compile and launch."""
-    if out.numel() == 0:
-        return out
-    if k.numel() == 0:  # a descriptor needs an address
-        return out.zero_()
     tensors = q, k, v
     q, k, v = (_readable(x) for x in tensors)
-    arguments, tiles = _arguments(problem, q, k, v, out, cu_seqlens_q, cu_seqlens_k, out_scale)
+    arguments = _arguments(problem, q, k, v, out, cu_seqlens_q, cu_seqlens_k, out_scale)
     constants = _constants(problem, q, k, v, out, out_scale)
-    grid = min(tiles, multiprocessors(q.device))
-    kernel = forward_kernel[(grid,)](*arguments, **constants, **OPTIONS)
+    kernel = forward_kernel[(_programs(_numbers(problem), q.device),)](*arguments, **constants, **OPTIONS)
     if all(x is given for x, given in zip((q, k, v), tensors, strict=True)):  # read in place
         if len(_recipes) >= _MOST_RECIPES:
             _recipes.clear()
         geometries = tuple(ragged_geometry(x) for x in (q, k, v, out))
-        _recipes[key] = Recipe(kernel, tuple(constants.values()), grid, geometries, arguments[6:])
+        _recipes[key] = Recipe(kernel, tuple(constants.values()), geometries)
     return out
 
 
@@ -145,6 +162,17 @@ def _pointers(
     return records, q if out_scale is None else out_scale.float().contiguous()
 
 
+def _numbers(problem: Problem) -> tuple[int | float, ...]:
+    """The kernel's run-time numbers; the first is the most tiles there can be."""
+    tiles = schedule.tile_bound(problem.query_side == "packed", problem.batch, problem.query_rows, TILE) * problem.heads
+    q_blocks = -(-problem.query_rows // TILE)
+    return tiles, problem.query_rows, problem.key_rows, q_blocks, problem.scale, problem.out_scale
+
+
+def _programs(numbers: tuple[int | float, ...], device: torch.device) -> int:
+    return min(int(numbers[0]), multiprocessors(device))
+
+
 def _arguments(
     problem: Problem,
     q: Tensor,
@@ -154,23 +182,16 @@ def _arguments(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
-) -> tuple[tuple[Any, ...], int]:
-    """The kernel's run-time arguments, and the most tiles there can be."""
-    tiles = schedule.tile_bound(cu_seqlens_q is not None, problem.batch, problem.query_rows, TILE) * problem.heads
-    arguments = (
+) -> tuple[Any, ...]:
+    """The kernel's run-time arguments."""
+    return (
         _descriptor(q, CONSUMER_ROWS),
         _descriptor(k, BLOCK_N),
         _descriptor(v, BLOCK_N),
         _descriptor(out, CONSUMER_ROWS),
         *_pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale),
-        tiles,
-        problem.query_rows,
-        problem.key_rows,
-        -(-problem.query_rows // TILE),
-        problem.scale,
-        problem.out_scale,
+        *_numbers(problem),
     )
-    return arguments, tiles
 
 
 def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None) -> dict[str, Any]:
@@ -211,7 +232,7 @@ def compile_forward(
     cu_q, cu_k = offsets if packed_q else None, offsets if packed_k else None
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
     out = q.new_empty(problem.output_shape)
-    arguments, _ = _arguments(problem, q, k, v, out, cu_q, cu_k, None)
+    arguments = _arguments(problem, q, k, v, out, cu_q, cu_k, None)
     with target_architecture(90):
         return forward_kernel.warmup(*arguments, **_constants(problem, q, k, v, out, None), **OPTIONS, grid=(1,))
 
