@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gdpa.bench.cases import MODES
+from gdpa.bench.cases import MODES, SUFFIXES
 from gdpa.bench.providers import NAMES, SOFTMAX, label
 from gdpa.bench.report import Report, Row
 
@@ -82,7 +82,7 @@ def figure(report: Report) -> Figure:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(text, handle)
     ordered = sorted(handles, key=lambda text: [*map(label, names), *handles].index(text))
-    columns = min(len(ordered), max(3, int(result.get_figwidth() / 1.65)))
+    columns = min(len(ordered), max(3, int(result.get_figwidth() / 2.2)))
     keywords: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "frameon": False, "fontsize": 9}
     result.legend([handles[text] for text in ordered], ordered, **keywords)
     return result
@@ -106,7 +106,7 @@ def _width(groups: list[list[Row]]) -> float:
 def _panel(axis: Axes, title: str, groups: list[list[Row]], by_floor: bool, small: bool) -> None:
     unit, per_tflops = ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1)
     if by_floor:
-        axis.axhline(1.0, color="#b3261e", linewidth=1.2, label="the hardware's floor: max(FLOPs / R, bytes / W)", zorder=1)
+        axis.axhline(1.0, color="#b3261e", linewidth=1.2, label="floor: max(FLOPs / R, bytes / W)", zorder=1)
     start, ticks = 0.0, []
     for group in groups:
         for place, row in enumerate(group):
@@ -123,13 +123,19 @@ def _panel(axis: Axes, title: str, groups: list[list[Row]], by_floor: bool, smal
         start += len(group) + GAP
     axis.set_ylabel("fraction of the floor" if by_floor else unit, color=INK, fontsize=9)
     axis.set_title(f"{title}   (higher is faster; on the bars {unit})", loc="left", fontsize=10, color=INK)
-    axis.set_xticks(ticks, [group[0].case for group in groups], fontsize=9)
+    axis.set_xticks(ticks, [_tick(group[0].case) for group in groups], fontsize=9)
     axis.tick_params(axis="y", labelsize=8)
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color="#e5e5e5")
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def _tick(case: str) -> str:
+    """A case under its bars; what its lengths are goes below, since jagged cases have few bars and long names."""
+    head, dash, lengths = case.rpartition("-")
+    return f"{head}\n{lengths}" if dash and f"-{lengths}" in SUFFIXES else case
 
 
 def _title(report: Report) -> str:
