@@ -59,7 +59,10 @@ def facts(kernel: Any) -> dict[str, int]:
     code = cuobjdump(kernel.asm["cubin"], "-sass")
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
+    # Barriers that Triton names by number; the hopper kernels' own are passed in registers.
+    barriers = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive|red)[.\w]*\s+(\d+)", kernel.asm["ptx"])
     return {
+        "barrier": max(map(int, barriers), default=0),
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
