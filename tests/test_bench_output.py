@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
 import re
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,16 +103,41 @@ def test_the_commit_outside_a_checkout_is_what_the_environment_says(monkeypatch,
 
 
 def test_a_cpu_has_no_clocks_and_no_driver():
-    assert machine.clocks(CPU, lambda: None) is None
+    with machine.Clocks(CPU) as clocks:
+        pass
+    assert clocks.summary() is None
     assert machine.driver(CPU) is None
 
 
-def test_nvidia_smis_answer_becomes_numbers(monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda *_: ["1980", "3201", "1980", "[N/A]", "700.00", "45"])
-    found = machine.clocks(torch.device("cuda"), lambda: None)
-    assert found == {
-        "sm_mhz": 1980.0, "memory_mhz": 3201.0, "sm_max_mhz": 1980.0, "power_w": None, "power_limit_w": 700.0, "temperature_c": 45.0
+def test_clocks_are_medians_of_the_samples_under_load():
+    text = "210, 3201, 1980, 90.1, 700.00, 30\n1400, 3201, 1980, 690, 700.00, 60\n1500, 3201, 1980, 695, 700.00, 62\n1410, 3201, 1980, [N/A"
+    assert machine.summarise(text) == {
+        "sm_mhz": 1450.0, "memory_mhz": 3201.0, "sm_max_mhz": 1980.0, "power_w": 692.5, "power_limit_w": 700.0, "temperature_c": 61.0,
+        "sm_lowest_mhz": 1400.0, "samples": 2.0,
     }  # fmt: skip
+
+
+def test_clocks_without_a_power_reading_are_those_of_every_sample():
+    found = machine.summarise("1980, 3201, 1980, [N/A], [N/A], 45\n1960, 3201, 1980, [N/A], [N/A], 47")
+    assert found is not None
+    assert found["sm_mhz"] == 1970.0
+    assert found["power_w"] is None
+    assert machine.summarise("Unable to determine the device\n") is None
+
+
+def test_clocks_are_read_while_the_block_runs_and_not_after(tmp_path, monkeypatch):
+    """nvidia-smi stood in for by a script that says a line, and another later."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 1400, 3201, 1980, 690, 700, 60\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1-2"))
+    with machine.Clocks(torch.device("cuda", 0)) as clocks:
+        deadline = time.monotonic() + 10
+        while clocks.summary() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert clocks.summary()["sm_mhz"] == 1400.0
+    assert clocks._process.poll() is not None, "it still runs"
 
 
 # Resuming

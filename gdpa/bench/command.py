@@ -94,9 +94,11 @@ def _carry_out(plan: bench_run.Plan, results: Report, outputs: dict[str, Path], 
                 if problem is not None:
                     progress_console.print(f"compiling ahead failed, so kernels compile at their gate: {problem}", markup=False)
             runner = bench_run.Run(plan, results, bar, save)
-            runner()
-            if runner.hardware.filler is not None:
-                results.header["clocks"] = machine.clocks(plan.device, runner.hardware.filler)
+            with machine.Clocks(plan.device) as clocks:
+                try:
+                    runner()
+                finally:
+                    results.header["clocks"] = clocks.summary()
     except KeyboardInterrupt:
         interrupted = True
     save()

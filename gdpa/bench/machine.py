@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
-import time
-from collections.abc import Callable
+import tempfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import gdpa
 
 NVIDIA_SMI_SECONDS = 20
+SAMPLE_MS = 500
 _CLOCKS = {
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -82,38 +84,64 @@ def commit() -> str | None:
 
 
 def driver(device: torch.device) -> str | None:
-    answer = _nvidia_smi(device, ["driver_version"], lambda: None)
-    return None if answer is None else answer[0]
-
-
-def clocks(device: torch.device, busy: Callable[[], object]) -> dict[str, float | None] | None:
-    """Clocks, power and temperature while `busy` runs over and over, since an idle GPU's say nothing; None on a CPU."""
-    answer = _nvidia_smi(device, list(_CLOCKS.values()), busy)
-    if answer is None:
-        return None
-    return {name: _number(text) for name, text in zip(_CLOCKS, answer, strict=True)}
-
-
-def _nvidia_smi(device: torch.device, fields: list[str], meanwhile: Callable[[], object]) -> list[str] | None:
-    """nvidia-smi's answers, or None where there is no such device or no nvidia-smi."""
     if device.type != "cuda":
         return None
+    try:
+        done = subprocess.run(
+            _nvidia_smi(device, ["driver_version"]), capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+class Clocks:
+    """Clocks, power and temperature of a GPU while the block runs, read by nvidia-smi twice a second; a run's end says nothing of them,
+    since a GPU throttles under minutes of load and not under a second's. Nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Clocks:
+        self._output = tempfile.TemporaryFile()
+        if self._device.type == "cuda":
+            command = [*_nvidia_smi(self._device, list(_CLOCKS.values())), f"--loop-ms={SAMPLE_MS}"]
+            with suppress(OSError):
+                self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+    def summary(self) -> dict[str, float | None] | None:
+        """Medians over the samples under load: at least half the power limit. None where there is no sample."""
+        self._output.seek(0)
+        return summarise(self._output.read().decode())
+
+
+def summarise(text: str) -> dict[str, float | None] | None:
+    """nvidia-smi's lines as one dictionary."""
+    rows = [[_number(part.strip()) for part in line.split(",")] for line in text.splitlines()]
+    samples = [dict(zip(_CLOCKS, row, strict=True)) for row in rows if len(row) == len(_CLOCKS)]
+    busy = [sample for sample in samples if (sample["power_w"] or 0.0) >= 0.5 * (sample["power_limit_w"] or 0.0)] or samples
+    if not busy:
+        return None
+    found: dict[str, float | None] = {}
+    for name in _CLOCKS:
+        values = [value for sample in busy if (value := sample[name]) is not None]
+        found[name] = statistics.median(values) if values else None
+    lowest = [value for sample in busy if (value := sample["sm_mhz"]) is not None]
+    return {**found, "sm_lowest_mhz": min(lowest, default=None), "samples": float(len(busy))}
+
+
+def _nvidia_smi(device: torch.device, fields: list[str]) -> list[str]:
+    """The command that asks for these fields of a device, as lines of numbers."""
     # CUDA_VISIBLE_DEVICES renumbers devices for torch, not for nvidia-smi; the UUID is the same for both.
     uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        return None
-    deadline = time.monotonic() + NVIDIA_SMI_SECONDS
-    while process.poll() is None:
-        meanwhile()
-        torch.cuda.synchronize(device)
-        if time.monotonic() > deadline:
-            process.kill()
-    text = process.communicate()[0]
-    answers = [part.strip() for part in text.strip().split(",")]
-    return answers if process.returncode == 0 and len(answers) == len(fields) else None
+    return ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
 
 
 def _number(text: str) -> float | None:
