@@ -1,1 +1,1 @@
-"""Data that looks like production's: jagged lengths from seeded generators."""
+"""Training data: one schema of an example, a generator of click traffic, Parquet files, a converter, jagged lengths."""

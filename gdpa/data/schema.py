@@ -1,0 +1,302 @@
+"""One training example, and a batch of them.
+
+An example is a request to show something to someone: a label (0 or 1), a fixed number of dense features, named sparse features
+(one id each, below the size of its vocabulary), the time of the request, and the user's history: events in the order of time, each
+with an item id, an event type, a timestamp and, where the schema says so, a value. Timestamps are int64 seconds.
+
+Histories are jagged, so a batch holds them packed: one row per event and offsets (B + 1,), as `gdpa.attention_varlen` takes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdpa.errors import GdpaError
+from gdpa.jagged import offsets_from_lengths
+
+FORMAT = 1  # of the JSON text; a file of another number is refused
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What an example holds.
+
+    dense        number of dense features
+    sparse       (name, vocabulary size) of each sparse feature; ids are 0 to size - 1
+    items        vocabulary size of the items in histories
+    event_types  their names; an event's type is an index into them
+    values       whether each event carries a value (float32)
+    candidate    the sparse feature that is an item of the same vocabulary as the history's (a model may share the table), if any
+
+    Example:
+        >>> Schema(dense=2, sparse=(("ad", 100), ("country", 30)), items=100, event_types=("view", "click"), candidate="ad").columns
+        ('label', 'request_timestamp', 'dense', 'sparse_ad', 'sparse_country', 'history_item', 'history_type', 'history_timestamp')
+    """
+
+    dense: int
+    sparse: tuple[tuple[str, int], ...]
+    items: int
+    event_types: tuple[str, ...]
+    values: bool = False
+    candidate: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.dense, 0):
+            raise GdpaError(f"dense: expected a number of features, 0 or more, got {self.dense!r}")
+        if not _is_count(self.items, 1):
+            raise GdpaError(f"items: expected a vocabulary size of at least 1, got {self.items!r}")
+        names = [name for name, _ in self.sparse]
+        for name, size in self.sparse:
+            if not isinstance(name, str) or not name or not _is_count(size, 1):
+                raise GdpaError(f"sparse: expected pairs of a name and a vocabulary size of at least 1, got {(name, size)!r}")
+        if len(set(names)) != len(names):
+            raise GdpaError(f"sparse: expected distinct names, got {names}")
+        types = self.event_types
+        if not types or len(set(types)) != len(types) or not all(isinstance(name, str) and name for name in types):
+            raise GdpaError(f"event_types: expected distinct names, at least one, got {types!r}")
+        if not isinstance(self.values, bool):
+            raise GdpaError(f"values: expected True or False, got {self.values!r}")
+        if self.candidate is not None and dict(self.sparse).get(self.candidate) != self.items:
+            raise GdpaError(
+                f"candidate: expected a sparse feature whose vocabulary is the history's ({self.items} items), got "
+                f"{self.candidate!r} of {dict(self.sparse)}"
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns, as files have them and as errors call them."""
+        return (
+            "label",
+            "request_timestamp",
+            *(("dense",) if self.dense else ()),
+            *(f"sparse_{name}" for name, _ in self.sparse),
+            *("history_item", "history_type", "history_timestamp"),
+            *(("history_value",) if self.values else ()),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "dense": self.dense,
+                "sparse": [list(pair) for pair in self.sparse],
+                "items": self.items,
+                "event_types": list(self.event_types),
+                "values": self.values,
+                "candidate": self.candidate,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Schema:
+        """The schema that `to_json` wrote; anything else is a GdpaError."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            found = fields.pop("format")
+            if found != FORMAT:
+                raise GdpaError(f"schema: expected format {FORMAT}, got {found!r}")
+            fields["sparse"] = tuple((name, size) for name, size in fields["sparse"])
+            fields["event_types"] = tuple(fields["event_types"])
+            return Schema(**fields)
+        except GdpaError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise GdpaError(f"schema: expected the JSON text of a schema, got {text[:200]!r} ({error!r})") from error
+
+
+@dataclass(frozen=True)
+class History:
+    """The packed histories of a batch: events of all examples, one after the other, each example's oldest first."""
+
+    offsets: Tensor  # (B + 1,) int32
+    items: Tensor  # (T,) int64
+    types: Tensor  # (T,) int64
+    timestamps: Tensor  # (T,) int64, seconds
+    values: Tensor | None = None  # (T,) float32
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) events per example, in the dtype of the offsets."""
+        return self.offsets.diff()
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> History:
+        return History(**{name: _moved(column, device, non_blocking) for name, column in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B examples.
+
+    Example:
+        >>> from gdpa.data.synthetic import SyntheticClicks
+        >>> batch = SyntheticClicks(batch_size=8).batch(0)
+        >>> len(batch), tuple(batch.dense.shape), tuple(batch.history.offsets.shape)
+        (8, (8, 8), (9,))
+    """
+
+    labels: Tensor  # (B,) float32, 0 or 1
+    request_timestamps: Tensor  # (B,) int64, seconds
+    dense: Tensor  # (B, number of dense features) float32
+    sparse: Tensor  # (B, number of sparse features) int64
+    history: History
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) events per example."""
+        return self.history.lengths
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The same batch with every tensor on `device`."""
+        columns = {name: _moved(column, device, non_blocking) for name, column in vars(self).items() if name != "history"}
+        return Batch(**columns, history=self.history.to(device, non_blocking=non_blocking))
+
+    def without_history(self) -> Batch:
+        """The same examples with empty histories: what a model without them sees."""
+        history = self.history
+        empty = {name: column[:0] for name, column in vars(history).items() if name != "offsets" and column is not None}
+        return replace(self, history=History(offsets=torch.zeros_like(history.offsets), **empty))
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Examples `start` to `stop` - 1, as views where the tensors allow it. Reads two offsets on the host."""
+        if not 0 <= start <= stop <= len(self):
+            raise GdpaError(f"start, stop: expected 0 <= start <= stop <= {len(self)}, got {start}, {stop}")
+        first, last = self.history.offsets[[start, stop]].tolist()
+        events = {
+            name: column[first:last] for name, column in vars(self.history).items() if name != "offsets" and column is not None
+        }
+        history = History(offsets=self.history.offsets[start : stop + 1] - first, **events)
+        return Batch(**{name: column[start:stop] for name, column in vars(self).items() if name != "history"}, history=history)
+
+    def select(self, indices: Tensor) -> Batch:
+        """The examples at `indices` (int64), in that order."""
+        lengths = self.lengths.long()[indices]
+        offsets = offsets_from_lengths(lengths)
+        starts = self.history.offsets.long()[indices] - offsets[:-1]
+        events = torch.arange(int(offsets[-1]), device=offsets.device) + starts.repeat_interleave(lengths)
+        columns = {name: column[events] for name, column in vars(self.history).items() if name != "offsets" and column is not None}
+        history = History(offsets=offsets, **columns)
+        return Batch(**{name: column[indices] for name, column in vars(self).items() if name != "history"}, history=history)
+
+    def check(self, schema: Schema) -> Batch:
+        """Raise GdpaError, naming the tensor or the column and row, unless the batch is one of `schema`. Returns the batch.
+
+        Reads values on the host: for data that comes from outside, not for every step of a training loop.
+        """
+        _check_shapes(self, schema)
+        fault = first_fault(self, schema)
+        if fault is not None:
+            raise GdpaError(f"batch: column {fault.column!r}, row {fault.row}: {fault.problem}")
+        return self
+
+
+class Fault(NamedTuple):
+    """The first value of a column that its schema does not allow."""
+
+    row: int
+    column: str
+    problem: str
+
+
+def first_fault(batch: Batch, schema: Schema) -> Fault | None:
+    """The first fault among the values of a batch whose shapes are right."""
+    return next(_faults(batch.to("cpu"), schema), None)
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """The examples of several batches of one schema, in order, as one batch."""
+    if not batches:
+        raise GdpaError("batches: expected at least one, got none")
+    if len(batches) == 1:
+        return batches[0]
+    histories = [batch.history for batch in batches]
+    with_values = [history.values is not None for history in histories]
+    if any(with_values) != all(with_values):
+        raise GdpaError("batches: expected event values in every batch or in none, got both")
+    columns = [name for name in vars(histories[0]) if name != "offsets" and getattr(histories[0], name) is not None]
+    lengths = torch.cat([history.lengths for history in histories])
+    return Batch(
+        **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in vars(batches[0]) if name != "history"},
+        history=History(
+            offsets=offsets_from_lengths(lengths),
+            **{name: torch.cat([getattr(history, name) for history in histories]) for name in columns},
+        ),
+    )
+
+
+def _check_shapes(batch: Batch, schema: Schema) -> None:
+    count, history = batch.labels.shape[0] if batch.labels.dim() else 0, batch.history
+    events = history.items.shape[0] if history.items.dim() else 0
+    if (history.values is not None) != schema.values:
+        came = "none" if history.values is None else "values"
+        raise GdpaError(f"history.values: expected {'a value per event' if schema.values else 'none'} as in the schema, got {came}")
+    expected: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
+        ("labels", batch.labels, (count,), torch.float32),
+        ("request_timestamps", batch.request_timestamps, (count,), torch.int64),
+        ("dense", batch.dense, (count, schema.dense), torch.float32),
+        ("sparse", batch.sparse, (count, len(schema.sparse)), torch.int64),
+        ("history.offsets", history.offsets, (count + 1,), torch.int32),
+        ("history.items", history.items, (events,), torch.int64),
+        ("history.types", history.types, (events,), torch.int64),
+        ("history.timestamps", history.timestamps, (events,), torch.int64),
+    ]
+    if history.values is not None:
+        expected.append(("history.values", history.values, (events,), torch.float32))
+    for name, tensor, shape, dtype in expected:
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != batch.labels.device:
+            raise GdpaError(
+                f"{name}: expected shape {shape}, {dtype}, on {batch.labels.device}, got {tuple(tensor.shape)}, {tensor.dtype}, "
+                f"on {tensor.device}"
+            )
+    if int(history.offsets[0]) != 0 or int(history.offsets[-1]) != events or bool((history.lengths < 0).any()):
+        raise GdpaError(f"history.offsets: expected a non-decreasing sequence from 0 to {events}, the number of events")
+
+
+def _faults(batch: Batch, schema: Schema) -> Iterator[Fault]:
+    history = batch.history
+
+    def found(bad: Tensor, column: str, values: Tensor, expected: str, *, of_events: bool) -> Iterator[Fault]:
+        if bool(bad.any()):
+            first = int(bad.nonzero()[0])
+            row = int(torch.searchsorted(history.offsets[1:].long(), first, right=True)) if of_events else first
+            yield Fault(row, column, f"expected {expected}, got {values[first].item()}")
+
+    labels = batch.labels
+    yield from found((labels != 0) & (labels != 1), "label", labels, "0 or 1", of_events=False)
+    wide = (~batch.dense.isfinite()).nonzero()
+    if len(wide):
+        row, feature = wide[0].tolist()
+        yield Fault(row, "dense", f"expected finite numbers, got {batch.dense[row, feature].item()} as feature {feature}")
+    for index, (name, size) in enumerate(schema.sparse):
+        ids = batch.sparse[:, index]
+        yield from found((ids < 0) | (ids >= size), f"sparse_{name}", ids, f"an id from 0 to {size - 1}", of_events=False)
+    ids, types, times = history.items, history.types, history.timestamps
+    bad = (ids < 0) | (ids >= schema.items)
+    yield from found(bad, "history_item", ids, f"an id from 0 to {schema.items - 1}", of_events=True)
+    bad = (types < 0) | (types >= len(schema.event_types))
+    yield from found(bad, "history_type", types, f"a type from 0 to {len(schema.event_types) - 1}", of_events=True)
+    earlier = torch.zeros(len(times), dtype=torch.bool)
+    earlier[1:] = times[1:] < times[:-1]
+    starts = history.offsets[:-1].long()
+    earlier[starts[starts < len(times)]] = False  # an example's first event has no predecessor
+    yield from found(earlier, "history_timestamp", times, "timestamps in ascending order", of_events=True)
+    late = times > batch.request_timestamps.repeat_interleave(history.lengths.long())
+    yield from found(late, "history_timestamp", times, "no event after the request", of_events=True)
+    if history.values is not None:
+        yield from found(~history.values.isfinite(), "history_value", history.values, "finite numbers", of_events=True)
+
+
+def _moved(column: Tensor | None, device: torch.device | str, non_blocking: bool) -> Any:
+    return None if column is None else column.to(device, non_blocking=non_blocking)
+
+
+def _is_count(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
