@@ -120,7 +120,11 @@ def test_ctrl_c_leaves_the_rows_so_far_and_returns_130(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, "-m", "gdpa", *SMALL, "--provider", "gdpa-cpu", "--json", str(path)]
     command[command.index("0.01")] = "2"
-    process = subprocess.Popen(command, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell starts background jobs, and so perhaps these tests, with the signal ignored; a person's Ctrl-C is not.
+    process = subprocess.Popen(
+        command, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         # Few rounds are enough for the cap, so rows come long before 2 s a group, and the run lasts several groups.
         deadline = time.monotonic() + 60
