@@ -169,11 +169,29 @@ def test_median_spread_and_noise_are_those_of_the_samples():
     assert timing.Samples([10.0, 11.0] * 3).noise == pytest.approx(1 / 10.5)
 
 
+def test_the_order_of_a_round_is_drawn_anew_and_the_same_in_every_run():
+    """Whoever comes after the same one each time would inherit its clocks."""
+
+    def orders() -> list[str]:
+        order: list[str] = []
+        tasks = {name: _recording(name, order) for name in "abcd"}
+        timing.interleaved(tasks, CPU, timing.Effort(60.0, least_rounds=12, most_rounds=12))
+        return ["".join(order[start : start + 4]) for start in range(4, len(order), 4)]
+
+    first = orders()
+    assert first == orders()
+    before_b = {each[each.index("b") - 1] for each in first if each.index("b")}
+    assert before_b == {"a", "c", "d"}
+
+
 def test_rounds_interleave_the_providers():
     order = []
     tasks = {name: _recording(name, order) for name in "abc"}
     samples = timing.interleaved(tasks, CPU, timing.Effort(60.0, least_rounds=3, most_rounds=3))
-    assert "".join(order) == "abc" * 4  # the warm-up and three rounds
+    rounds = ["".join(order[start : start + 3]) for start in range(0, len(order), 3)]
+    assert rounds[0] == "abc"  # the warm-up
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds[1:])
+    assert len(rounds) == 4
     assert all(len(sample.ms) == 3 for sample in samples.values())
 
 

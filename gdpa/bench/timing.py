@@ -14,6 +14,7 @@ fresh.py.
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -110,7 +111,8 @@ def interleaved(
     on_step: Callable[[str, float], None] = lambda name, share: None,
     always: Iterable[str] = (),
 ) -> dict[str, Samples]:
-    """Time every task in turn, round after round. `on_step` hears each one's turn and the share of the work done.
+    """Time every task in turn, round after round, in an order drawn anew for each: a task inherits the clocks that the power of the
+    one before left it. `on_step` hears each one's turn and the share of the work done.
 
     A task that fails (out of memory) leaves the rotation with its reason; the others go on. Those named in `always` never sit out.
     """
@@ -142,12 +144,14 @@ def interleaved(
             repeats[name] = repeats_for(ms)
         spent[name] = 0.0  # the warm-up may have compiled
     kept = set(always)
+    order, shuffled = list(tasks), random.Random(0)
     start = time.perf_counter()
     for done in range(effort.most_rounds):
         elapsed = time.perf_counter() - start
         if done >= effort.least_rounds and elapsed > effort.seconds:
             break
-        for name in tasks:
+        shuffled.shuffle(order)
+        for name in order:
             sits_out = (
                 bool(samples[name].ms) and spent[name] > effort.patience * effort.seconds and len(tasks) > 1 and name not in kept
             )
