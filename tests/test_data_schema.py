@@ -1,6 +1,8 @@
 """The schema of a training example and its batches: what they refuse, and that examples survive cutting and joining."""
 
 import dataclasses
+import doctest
+import importlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -179,3 +181,9 @@ def test_cutting_and_joining_refuse_what_makes_no_sense():
 def test_importing_gdpa_and_its_data_modules_leaves_pyarrow_alone():
     code = "import sys, gdpa, gdpa.data.convert, gdpa.data.parquet, gdpa.data.synthetic; sys.exit('pyarrow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["schema", "synthetic"])
+def test_examples_in_docstrings_run(name):
+    failed, ran = doctest.testmod(importlib.import_module(f"gdpa.data.{name}"))
+    assert ran and not failed
