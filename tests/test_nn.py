@@ -487,6 +487,32 @@ class TestCompile:
         torch.testing.assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(x, offsets), module(x, offsets))
 
 
+def test_a_stack_of_blocks_exports_with_dynamic_batches():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = rotary_attention(out_scale="mean")
+            self.personalise = PFFN(WIDTH, HEADS, hidden=6, context_width=7)
+            self.pool = HSP(WIDTH, HEADS, seeds=4, tokens=2, terms=2)
+
+        def forward(self, x: Tensor, offsets: Tensor, dt: Tensor, context: Tensor) -> Tensor:
+            return self.pool(self.personalise(x + self.attend(x, offsets, dt=dt), offsets, context=context), offsets)
+
+    def batch(lengths):
+        rows = sum(lengths)
+        return torch.randn(rows, WIDTH), offsets_of(lengths), torch.rand(rows) * HOUR, torch.randn(len(lengths), 7)
+
+    stack = Stack()
+    dynamic = {name: {0: torch.export.Dim.DYNAMIC} for name in ("x", "offsets", "dt", "context")}
+    program = torch.export.export(stack, batch(LENGTHS), dynamic_shapes=dynamic).module()
+    for lengths in (LENGTHS, (4, 0, 11)):
+        inputs = batch(lengths)
+        torch.testing.assert_close(program(*inputs), stack(*inputs))
+    x, _, dt, context = batch((4, 5))
+    with pytest.raises(gdpa.GdpaError, match="expected to end at most at 9"):
+        program(x, offsets_of((4, 6)), dt, context)
+
+
 class TestAutocast:
     @EACH
     def test_half_precision_in_between_and_float32_gradients(self, block, monkeypatch):
@@ -561,7 +587,8 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         "x: expected a nested tensor of layout torch.jagged, got torch.strided",
     ),
     "transposed nested": (lambda: attention_of_12()(NESTED.transpose(1, 2)), "x: expected the jagged dimension to be 1, got 2"),
-    "max_seqlen": (lambda: attention_of_12()(X, OFFSETS, max_seqlen=2), "expected lengths up to 2 .* got 4"),
+    "max_seqlen": (lambda: attention_of_12()(X, OFFSETS, max_seqlen=2), "offsets: expected lengths up to 2 .* got 4"),
+    "max_seqlen kind": (lambda: attention_of_12()(X, OFFSETS, max_seqlen=2.5), "max_seqlen: expected an integer or None, got 2.5"),
     "dt without rotary": (lambda: attention_of_12()(X, OFFSETS, dt=X[:, 0]), "dt: expected None, since this layer has no rotary"),
     "dt missing": (lambda: rotary_attention()(X, OFFSETS), "dt: expected the ages .* got NoneType"),
     "dt rows": (lambda: rotary_attention()(X, OFFSETS, dt=X[:3, 0]), r"dt: expected 4 ages, .* got shape \(3,\)"),

@@ -75,7 +75,7 @@ class SelfAttention(AttentionModule):
     def forward(
         self, x: Tensor, offsets: Tensor | None = None, *, dt: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
-        values, offsets = split(x, offsets, (self.width,), "width")
+        values, offsets = split(x, offsets, (self.width,), "width", max_seqlen)
         check_like("x", values, self.qkv.weight)
         if self.rotary is None and dt is not None:
             raise GdpaError("dt: expected None, since this layer has no rotary to use it, got a tensor")

@@ -75,7 +75,7 @@ class PFFN(AttentionModule):
         self.weights = nn.Linear(context_width, 2 * (hidden // context_tokens) * width, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None, *, context: Tensor, max_seqlen: int | None = None) -> Tensor:
-        values, offsets = split(x, offsets, (self.width,), "width")
+        values, offsets = split(x, offsets, (self.width,), "width", max_seqlen)
         check_like("x", values, self.weights.weight)
         batch = offsets.shape[0] - 1
         k, v = self._generate(context, batch)

@@ -37,7 +37,7 @@ class _SeedAttention(AttentionModule):
 
     def pool(self, queries: Tensor, x: Tensor, offsets: Tensor | None, max_seqlen: int | None) -> Tensor:
         """queries (seeds, heads * head_dim) -> (B, seeds, heads * head_dim)."""
-        values, offsets = split(x, offsets, (self.width,), "width")
+        values, offsets = split(x, offsets, (self.width,), "width", max_seqlen)
         check_like("x", values, self.kv.weight)
         k, v = self.kv(values).unflatten(-1, (2, self.heads, self.head_dim)).unbind(1)
         # Under autocast the queries come from a parameter or a linear map, in either dtype; the operator casts the three to one.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gdpa.errors import GdpaError
-from gdpa.problem import OFFSET_DTYPES, check_offsets, offsets_are_checked
+from gdpa.problem import OFFSET_DTYPES, check_max_seqlen, check_offsets, offsets_are_checked
 
 
 def check_size(name: str, value: int) -> int:
@@ -27,8 +27,11 @@ def check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
         raise GdpaError(f"{name}: expected dtype {weight.dtype} (that of the parameters), got {tensor.dtype}")
 
 
-def split(x: Tensor, offsets: Tensor | None, trailing: tuple[int, ...], shape: str) -> tuple[Tensor, Tensor]:
+def split(
+    x: Tensor, offsets: Tensor | None, trailing: tuple[int, ...], shape: str, max_seqlen: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The packed values (T, *trailing) and offsets (B + 1,) of x, in either kind. `shape` is `trailing` in the caller's words."""
+    check_max_seqlen("max_seqlen", max_seqlen)
     if not isinstance(x, Tensor):
         raise GdpaError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.is_nested:
@@ -41,7 +44,7 @@ def split(x: Tensor, offsets: Tensor | None, trailing: tuple[int, ...], shape: s
         )
     else:
         values = x
-        _check_offsets(offsets, x)
+        _check_offsets(offsets, x, max_seqlen)
     if values.dim() != 1 + len(trailing) or values.shape[1:] != trailing:
         kind = "a nested tensor (B, *, " if x.is_nested else "packed values (T, "
         raise GdpaError(f"x: expected {kind}{shape}) with {shape} = {trailing}, got values of shape {tuple(values.shape)}")
@@ -69,7 +72,7 @@ def join(x: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets) if x.is_nested else values
 
 
-def _check_offsets(offsets: Tensor, x: Tensor) -> None:
+def _check_offsets(offsets: Tensor, x: Tensor, max_seqlen: int | None) -> None:
     if not isinstance(offsets, Tensor):
         raise GdpaError(f"offsets: expected a torch.Tensor, got {type(offsets).__name__}")
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in OFFSET_DTYPES:
@@ -77,7 +80,7 @@ def _check_offsets(offsets: Tensor, x: Tensor) -> None:
     if offsets.device != x.device:
         raise GdpaError(f"offsets: expected device {x.device} (that of x), got {offsets.device}")
     if _readable(offsets):
-        check_offsets("offsets", offsets, x.shape[0], None)
+        check_offsets("offsets", offsets, x.shape[0], max_seqlen)
 
 
 def same_offsets(a: Tensor, b: Tensor) -> bool:
