@@ -67,6 +67,11 @@ def test_shuffling_keeps_every_example_and_a_seed_means_one_order(clicks_file, a
     assert_same(first, again)
     assert not torch.equal(first.dense, other.dense)
     assert not torch.equal(first.dense, all_clicks.dense)
+    places = {value: index for index, value in enumerate(all_clicks.dense[:, 0].tolist())}
+    rows = [places[value] for value in first.dense[:, 0].tolist()]
+    mixed = [[row % 64 for row in rows if row // 64 == group] for group in range(4)]
+    assert all(mixed[0] != order for order in mixed[1:]), "each row group has an order of its own"
+    assert list(dict.fromkeys(row // 64 for row in rows)) != list(range(5)), "the row groups come in another order too"
     order, expected = (batch.dense[:, 0].argsort() for batch in (first, all_clicks))
     assert_same(first.select(order), all_clicks.select(expected))
 
