@@ -114,6 +114,15 @@ def test_a_schema_with_the_least_survives_the_file(tmp_path):
     assert_same(next(iter(ParquetReader(tmp_path / "least.parquet", 3))), batch)
 
 
+def test_names_with_dots_and_columns_of_somebody_elses_are_no_trouble(tmp_path):
+    """A dot is the separator of nested columns in Parquet's own paths."""
+    path, schema = tmp_path / "dots.parquet", replace(SCHEMA, sparse=(("ad", 10), ("geo.country", 3)))
+    write(path, [small_batch()], schema)
+    table = pq.read_table(path).append_column("history_item_names", pa.array([["a"], [], None]))
+    pq.write_table(table, path)
+    assert_same(next(iter(ParquetReader(path, 3))), small_batch())
+
+
 def test_examples_whose_histories_are_all_empty_survive_the_file(tmp_path):
     bare = small_batch().without_history()
     write(tmp_path / "bare.parquet", [bare], SCHEMA)

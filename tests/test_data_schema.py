@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gdpa
-from gdpa.data.schema import Batch, History, Schema, concatenate
+from gdpa.data.schema import Batch, History, Schema, concatenate, packed_offsets
 
 SCHEMA = Schema(dense=2, sparse=(("ad", 10), ("country", 3)), items=10, event_types=("view", "click"), values=True, candidate="ad")
 
@@ -176,6 +176,12 @@ def test_cutting_and_joining_refuse_what_makes_no_sense():
         concatenate([])
     with pytest.raises(gdpa.GdpaError, match="batches: expected event values"):
         concatenate([batch, changed(batch, "history.values", None)])
+
+
+def test_more_events_than_int32_counts_are_refused():
+    assert packed_offsets(torch.tensor([2**31 - 2, 1])).tolist() == [0, 2**31 - 2, 2**31 - 1]
+    with pytest.raises(gdpa.GdpaError, match="history: expected fewer than 2147483648 events"):
+        packed_offsets(torch.tensor([2**31 - 2, 2]))
 
 
 def test_importing_gdpa_and_its_data_modules_leaves_pyarrow_alone():

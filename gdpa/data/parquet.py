@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gdpa.data.schema import Batch, History, Schema, concatenate, first_fault
+from gdpa.data.schema import Batch, History, Schema, concatenate, first_fault, packed_offsets
 from gdpa.errors import GdpaError
-from gdpa.jagged import offsets_from_lengths
 
 _METADATA = b"gdpa.schema"
 
@@ -195,7 +194,7 @@ class ParquetReader:
         items, lengths = jagged("history_item", pa.int64())
         like = "that of history_item"
         history = History(
-            offsets=offsets_from_lengths(lengths),
+            offsets=packed_offsets(lengths),
             items=items,
             types=of_lengths("history_type", pa.int64(), lengths, like),
             timestamps=of_lengths("history_timestamp", pa.int64(), lengths, like),

@@ -179,7 +179,7 @@ class Batch:
     def select(self, indices: Tensor) -> Batch:
         """The examples at `indices` (int64), in that order."""
         lengths = self.lengths.long()[indices]
-        offsets = offsets_from_lengths(lengths)
+        offsets = packed_offsets(lengths)
         starts = self.history.offsets.long()[indices] - offsets[:-1]
         events = torch.arange(int(offsets[-1]), device=offsets.device) + starts.repeat_interleave(lengths)
         columns = {name: column[events] for name, column in vars(self.history).items() if name != "offsets" and column is not None}
@@ -211,6 +211,14 @@ def first_fault(batch: Batch, schema: Schema) -> Fault | None:
     return next(_faults(batch.to("cpu"), schema), None)
 
 
+def packed_offsets(lengths: Tensor) -> Tensor:
+    """(B,) lengths -> (B + 1,) int32 offsets. More events than these can count are an error, where the sums would wrap around."""
+    total = int(lengths.sum())
+    if total >= 2**31:
+        raise GdpaError(f"history: expected fewer than {2**31} events in one batch, got {total}; ask for smaller batches")
+    return offsets_from_lengths(lengths)
+
+
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """The examples of several batches of one schema, in order, as one batch."""
     if not batches:
@@ -226,7 +234,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return Batch(
         **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in vars(batches[0]) if name != "history"},
         history=History(
-            offsets=offsets_from_lengths(lengths),
+            offsets=packed_offsets(lengths),
             **{name: torch.cat([getattr(history, name) for history in histories]) for name in columns},
         ),
     )

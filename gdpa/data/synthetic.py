@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from gdpa.data import traffic
-from gdpa.data.schema import Batch, History, Schema
+from gdpa.data.schema import Batch, History, Schema, packed_offsets
 from gdpa.errors import GdpaError
-from gdpa.jagged import offsets_from_lengths
 
 EVENT_TYPES = ("impression", "click", "conversion")
 TYPE_SHARES = (0.5, 0.4, 0.1)
@@ -121,7 +120,7 @@ class SyntheticClicks:
             [self._items_of(wanted, bits), bits.integers(COUNTRIES, size), bits.integers(PLACEMENTS, size)],
             dim=1,
         )
-        offsets = offsets_from_lengths(lengths)
+        offsets = packed_offsets(lengths)
         example = torch.arange(size).repeat_interleave(lengths)
         ages = self._draw_ages(bits, offsets, example)
         draws = bits.draw(total)
