@@ -240,3 +240,26 @@ def spy(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[A
 
     monkeypatch.setattr(module, name, recorded)
     return calls
+
+
+def gradients(case: Case, out: Tensor, inputs: tuple[Tensor, ...]) -> Results:
+    return Results(out.detach(), *torch.autograd.grad(out, inputs, case.d_out))
+
+
+def assert_same(results: Results, expected: Results) -> None:
+    for name, x, y in zip(Results._fields, results, expected, strict=True):
+        assert torch.equal(x, y), f"{name} differs by {(x - y).abs().max()}"
+
+
+class Block(torch.nn.Module):
+    """A residual attention block over a packed batch."""
+
+    def __init__(self, width: int = 16, heads: int = 2):
+        super().__init__()
+        self.heads = heads
+        self.project = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
+        return x + self.out(gdpa.attention_varlen(q, k, v, offsets, offsets, activation="silu").flatten(1))

@@ -1,4 +1,7 @@
-"""What PyTorch makes of the operators: opcheck, compilation, export, autocast, checkpointing, FLOPs, DDP and FSDP2."""
+"""What PyTorch makes of the operators: opcheck, autocast, autograd, checkpointing, FLOPs, pickling, importing.
+
+Compilation and distributed training have files of their own: test_compilation.py, test_distributed.py.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch._dynamo.testing
-import torch.multiprocessing
 from helpers import (
     FORMS,
     Case,
+    assert_same,
     backend_params,
     clean_env,
+    gradients,
     leaves,
     make_case,
-    needs_compiler,
-    offsets_of,
     spy,
 )
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,15 +52,6 @@ def operator_arguments(case: Case, backend: str = "") -> tuple[Any, ...]:
         False,
         backend,
     )
-
-
-def gradients(case: Case, out: Tensor, inputs: tuple[Tensor, ...]) -> Results:
-    return Results(out.detach(), *torch.autograd.grad(out, inputs, case.d_out))
-
-
-def assert_same(results: Results, expected: Results) -> None:
-    for name, x, y in zip(Results._fields, results, expected, strict=True):
-        assert torch.equal(x, y), f"{name} differs by {(x - y).abs().max()}"
 
 
 class TestOpcheck:
@@ -98,253 +89,6 @@ class TestOpcheck:
         case = make_case(**SMALL)
         q, k, v = leaves(case.inputs)
         torch.library.opcheck(torch.ops.gdpa.forward.default, (q, k, v, *operator_arguments(case, backend)[3:]))
-
-
-COMPILERS = [pytest.param("aot_eager"), pytest.param("inductor", marks=needs_compiler)]
-GLOBAL_ALPHA = 0.5
-
-
-def double_relu(s: Tensor) -> Tensor:
-    return torch.relu(s) * 2
-
-
-ACTIVATIONS = {
-    "named": "silu",
-    "Activation": gdpa.Activation(lambda s: torch.tanh(s) * 0.5),
-    "capture-free lambda": lambda s: torch.relu(s) ** 2 / 64,
-    "capture-free function": double_relu,
-    "torch function": torch.sin,
-    "per head": ["relu", gdpa.Activation(torch.cos)],
-}
-
-
-class TestCompile:
-    @pytest.mark.parametrize("compiler", COMPILERS)
-    @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
-    def test_matches_eager_forward_and_gradients(self, compiler, activation):
-        case = make_case(**SMALL, activation=activation, causal=True)
-        cu_q, cu_k = case.inputs[3:5]
-
-        def function(q, k, v):
-            return gdpa.attention_varlen(q, k, v, cu_q, cu_k, activation=activation, causal=True)
-
-        inputs = leaves(case.inputs)
-        compiled = torch.compile(function, backend=compiler, fullgraph=True)
-        assert_same(gradients(case, compiled(*inputs), inputs), gradients(case, function(*inputs), inputs))
-
-    @pytest.mark.parametrize("compiler", COMPILERS)
-    @pytest.mark.parametrize("form", FORMS)
-    def test_every_form(self, compiler, form):
-        case = make_case(form, **SMALL, out_scale="per-sequence")
-        inputs = leaves(case.inputs)
-        compiled = torch.compile(case.call, backend=compiler, fullgraph=True)
-        assert_same(gradients(case, compiled(*inputs), inputs), gradients(case, case.call(*inputs), inputs))
-
-    @pytest.mark.parametrize("compiler", COMPILERS)
-    def test_among_other_operators(self, compiler):
-        """A projection before and after, so that strides and fusions around the operator are real."""
-        offsets = offsets_of((5, 0, 9))
-
-        def block(x, w):
-            q, k, v = (x @ w).view(-1, 2, 24).split(8, dim=-1)
-            return gdpa.attention_varlen(q, k, v, offsets, offsets, activation="gelu", out_scale=0.5).flatten(1).relu()
-
-        x, w = torch.randn(14, 6, requires_grad=True), torch.randn(6, 48, requires_grad=True)
-        compiled = torch.compile(block, backend=compiler, fullgraph=True)(x, w)
-        expected = block(x, w)
-        torch.testing.assert_close(compiled, expected)
-        for result, right in zip(
-            torch.autograd.grad(compiled.sum(), (x, w)), torch.autograd.grad(expected.sum(), (x, w)), strict=True
-        ):
-            torch.testing.assert_close(result, right)
-
-    @pytest.mark.parametrize("form", FORMS)
-    def test_batch_and_lengths_change_without_a_recompile(self, form):
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
-        @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-        def compiled(q, k, v, cu_q, cu_k):
-            if form == "dense":
-                return gdpa.attention(q, k, v, activation="silu", causal=True)
-            return gdpa.attention_varlen(q, k, v, cu_q, cu_k, activation="silu", causal=True)
-
-        for seed, (q_lengths, k_lengths) in enumerate(
-            # The first batch has no size in common with another dimension: dynamo would tie the two.
-            [((5, 3, 3), (6, 7, 9)), ((6, 2), (8, 3)), ((3, 0, 4, 4, 2), (2, 5, 0, 6, 1)), ((40,) * 6, (30,) * 6)]
-        ):
-            if form == "shared-query":
-                q_lengths = (7 + seed,)
-            case = make_case(form, q_lengths=q_lengths, k_lengths=k_lengths, activation="silu", causal=True, seed=seed)
-            inputs = leaves(case.inputs)
-            out = compiled(*inputs, *case.inputs[3:5])
-            assert_same(gradients(case, out, inputs), gradients(case, case.call(*inputs), inputs))
-        assert counter.frame_count == 1
-
-    def test_offsets_are_checked_inside_the_compiled_program(self):
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def compiled(q, offsets):
-            return gdpa.attention_varlen(q, q, q, offsets, offsets)
-
-        q = torch.randn(8, 2, 8)
-        assert compiled(q, offsets_of((5, 3))).isfinite().all()
-        with pytest.raises(gdpa.GdpaError, match="cu_seqlens_q: expected to end at most at 8"):
-            compiled(q, offsets_of((5, 4)))
-
-    def test_a_wrong_argument_is_named_inside_a_compiled_function(self):
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def compiled(q):
-            return gdpa.attention(q, q, q, activation="gelo")
-
-        with pytest.raises(Exception, match=r"activation: .*gelo.*gelu"):
-            compiled(torch.randn(1, 4, 2, 8))
-
-    def test_a_callable_that_captures_is_refused_and_never_stale(self):
-        """The refusal must stand on every call, whatever was compiled before."""
-        q = torch.randn(1, 4, 2, 8)
-
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def by_argument(q, alpha):
-            return gdpa.attention(q, q, q, activation=lambda s: torch.relu(s) * alpha)
-
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def by_global(q):
-            return gdpa.attention(q, q, q, activation=lambda s: torch.relu(s) * GLOBAL_ALPHA)
-
-        for alpha in (2.0, 3.0, 4):
-            with pytest.raises(Exception, match=r"build gdpa\.Activation\(fn\) outside the compiled region"):
-                by_argument(q, alpha)
-            with pytest.raises(Exception, match=r"build gdpa\.Activation\(fn\) outside the compiled region"):
-                by_global(q)
-
-    def test_an_activation_swapped_between_calls_changes_the_result(self):
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def compiled(q, f):
-            return gdpa.attention(q, q, q, activation=f)
-
-        q = torch.randn(1, 4, 2, 8)
-        for power in (2, 3, 2.5):
-            f = gdpa.Activation(lambda s, power=power: torch.relu(s) ** power)
-            assert torch.equal(compiled(q, f), gdpa.attention(q, q, q, activation=f))
-
-    def test_nested_tensors(self):
-        offsets = offsets_of((5, 1, 7), torch.int64)
-        values = torch.randn(13, 2, 8, requires_grad=True)
-
-        def function(values):
-            x = torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
-            return gdpa.attention(x, x, x, activation="silu").values()
-
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(values)
-        expected = function(values)
-        assert torch.equal(compiled, expected)
-        (grad,) = torch.autograd.grad(compiled.sum(), values)
-        (right,) = torch.autograd.grad(expected.sum(), values)
-        assert torch.equal(grad, right)
-
-
-class TestCapturedNumbers:
-    """A number read from a closure, a default or a global is frozen at the call; a changed one changes the result."""
-
-    @pytest.mark.parametrize("numbers", [(2, 3), (2.0, 3.0), (2, 2.5), (1, True)], ids=str)
-    @pytest.mark.parametrize("backend", ["reference", "cpu"])
-    def test_a_closure_that_changes_changes_the_result(self, numbers, backend):
-        q = torch.randn(1, 6, 2, 8)
-        captured = numbers[0]
-
-        def f(s):
-            return torch.tanh(s * captured) + captured
-
-        for captured in numbers:
-            out = gdpa.attention(q, q, q, activation=f, backend=backend)
-            fixed = float(captured)
-            expected = gdpa.attention(
-                q,
-                q,
-                q,
-                activation=gdpa.Activation(lambda s, fixed=fixed: torch.tanh(s * fixed) + fixed),
-                backend=backend,
-            )
-            torch.testing.assert_close(out, expected)
-
-    def test_a_global_that_changes_changes_the_result(self, monkeypatch):
-        q = torch.randn(1, 6, 2, 8)
-
-        def f(s):
-            return torch.relu(s) * GLOBAL_ALPHA
-
-        once = gdpa.attention(q, q, q, activation="relu")
-        for alpha in (0.5, 2, 4.0):
-            monkeypatch.setitem(globals(), "GLOBAL_ALPHA", alpha)
-            torch.testing.assert_close(gdpa.attention(q, q, q, activation=f), once * alpha)
-
-    def test_a_default_that_changes_changes_the_result(self):
-        q = torch.randn(1, 6, 2, 8)
-        once = gdpa.attention(q, q, q, activation="relu")
-        for alpha in (1, 2, 0.5):
-
-            def f(s, alpha=alpha):
-                return torch.relu(s) * alpha
-
-            torch.testing.assert_close(gdpa.attention(q, q, q, activation=f), once * alpha)
-
-
-class TestExport:
-    def test_a_saved_program_with_a_custom_activation_runs_in_a_new_process(self, tmp_path: Path):
-        slope = 0.3
-        f = gdpa.Activation(lambda s: torch.where(s > 0, s, slope * s) ** 2)
-
-        class Block(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.project = torch.nn.Linear(16, 48)
-
-            def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-                q, k, v = self.project(x).view(-1, 2, 24).split(8, dim=-1)
-                return gdpa.attention_varlen(q, k, v, offsets, offsets, activation=f, causal=True)
-
-        block = Block()
-        rows, batch = torch.export.Dim("rows", min=2, max=4096), torch.export.Dim("entries", min=2, max=512)
-        program = torch.export.export(
-            block,
-            (torch.randn(9, 16), offsets_of((4, 5))),
-            dynamic_shapes={"x": {0: rows}, "offsets": {0: batch}},
-        )
-        torch.export.save(program, tmp_path / "block.pt2")
-        x, offsets = torch.randn(23, 16), offsets_of((3, 0, 12, 8))
-        torch.save({"x": x, "offsets": offsets, "expected": block(x, offsets).detach()}, tmp_path / "data.pt")
-        script = textwrap.dedent("""
-            import sys, torch, gdpa
-            folder = sys.argv[1]
-            data = torch.load(f"{folder}/data.pt")
-            out = torch.export.load(f"{folder}/block.pt2").module()(data["x"], data["offsets"])
-            torch.testing.assert_close(out, data["expected"])
-            print("ran", tuple(out.shape))
-        """)
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)], env=clean_env(), capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == "ran (23, 2, 8)"
-
-    def test_a_callable_first_seen_during_the_export(self):
-        class Call(torch.nn.Module):
-            def forward(self, q: Tensor) -> Tensor:
-                return gdpa.attention(q, q, q, activation=lambda s: torch.relu(s) * 1.75)
-
-        q = torch.randn(1, 4, 2, 8)
-        assert torch.equal(torch.export.export(Call(), (q,)).module()(q), Call()(q))
-
-    @pytest.mark.parametrize("form", FORMS)
-    def test_every_form_exports(self, form):
-        case = make_case(form, **SMALL)
-
-        class Call(torch.nn.Module):
-            def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return case.call(q, k, v)
-
-        program = torch.export.export(Call(), case.inputs[:3])
-        assert torch.equal(program.module()(*case.inputs[:3]), case.call(*case.inputs[:3]))
-        assert any(node.target is torch.ops.gdpa.forward.default for node in program.graph.nodes)
 
 
 class TestAutocast:
@@ -582,76 +326,6 @@ class TestActivationObjects:
         torch.save(module, tmp_path / "module.pt")
         loaded = torch.load(tmp_path / "module.pt", weights_only=False)
         assert loaded.f == copy.deepcopy(module).f == module.f
-
-
-class Block(torch.nn.Module):
-    """A residual attention block over a packed batch."""
-
-    def __init__(self, width: int = 16, heads: int = 2):
-        super().__init__()
-        self.heads = heads
-        self.project = torch.nn.Linear(width, 3 * width)
-        self.out = torch.nn.Linear(width, width)
-
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
-        return x + self.out(gdpa.attention_varlen(q, k, v, offsets, offsets, activation="silu").flatten(1))
-
-
-def rank_batch(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    lengths = ((5, 0, 7), (3, 8, 1))[rank]
-    return torch.randn(sum(lengths), 16, generator=generator), offsets_of(lengths)
-
-
-def train_worker(rank: int, folder: str, kind: str) -> None:
-    """One rank: a step of a two-layer model whose gradients are averaged over the ranks; rank 0 saves them."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    blocks = torch.nn.ModuleList([Block(), Block()])
-    if kind == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(Chain(blocks))
-    else:
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        model = fully_shard(Chain(blocks), mesh=mesh)
-    x, offsets = rank_batch(rank)
-    model(x, offsets).square().sum().backward()
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-    if rank == 0:
-        torch.save(grads, f"{folder}/grads.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Chain(torch.nn.Module):
-    def __init__(self, blocks: torch.nn.ModuleList):
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, offsets)
-        return x
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_distributed_gradients_are_the_mean_over_the_ranks(kind, tmp_path: Path):
-    torch.multiprocessing.spawn(train_worker, args=(str(tmp_path), kind), nprocs=2)
-    torch.manual_seed(0)
-    model = Chain(torch.nn.ModuleList([Block(), Block()]))
-    for rank in range(2):
-        x, offsets = rank_batch(rank)
-        (model(x, offsets).square().sum() / 2).backward()
-    for grad, parameter in zip(torch.load(tmp_path / "grads.pt"), model.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad)
 
 
 class TestImports:

@@ -17,6 +17,8 @@ from gdpa.nn.sequences import check_like, check_size, split
 class _SeedAttention(AttentionModule):
     """GDPA(queries, W_k x, W_v x) of queries that the batch shares; k and v are slices of one linear map's result."""
 
+    seeds: nn.Parameter  # (seeds, features), a subclass's
+
     def __init__(
         self,
         width: int,
@@ -43,6 +45,10 @@ class _SeedAttention(AttentionModule):
         # Under autocast the queries come from a parameter or a linear map, in either dtype; the operator casts the three to one.
         q = queries.unflatten(-1, (self.heads, self.head_dim))
         return self.attend(q, k, v, None, offsets, None, max_seqlen).flatten(2)
+
+    def reset_parameters(self) -> None:
+        """The seeds alone; the linear maps have their own."""
+        nn.init.normal_(self.seeds)
 
     def own_repr(self) -> list[str]:
         return [f"seeds={self.n_seeds}"]
@@ -93,10 +99,6 @@ class PMA(_SeedAttention):
         self.seeds = nn.Parameter(torch.empty(seeds, inner, device=device, dtype=dtype))
         self.out = nn.Linear(inner, width, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The seeds alone; the linear maps have their own."""
-        nn.init.normal_(self.seeds)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None, *, max_seqlen: int | None = None) -> Tensor:
         out: Tensor = self.out(self.pool(self.seeds, x, offsets, max_seqlen))
@@ -154,10 +156,6 @@ class HSP(_SeedAttention):
         self.query = nn.Linear(width, inner, bias=bias, device=device, dtype=dtype)
         self.condense = SumKronLinear(seeds, check_size("tokens", tokens), inner, width, terms=terms, device=device, dtype=dtype)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The seeds alone; the linear maps have their own."""
-        nn.init.normal_(self.seeds)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None, *, max_seqlen: int | None = None) -> Tensor:
         queries = self.query(functional.layer_norm(self.seeds, (self.width,), eps=1e-5))
