@@ -34,7 +34,8 @@ def small_batch() -> Batch:
 
 
 def columns(batch: Batch) -> dict[str, torch.Tensor | None]:
-    return {**{name: column for name, column in vars(batch).items() if name != "history"}, **vars(batch.history)}
+    tensors = {**vars(batch), **vars(batch.history)}
+    return {name: column for name, column in tensors.items() if name not in ("history", "known")}
 
 
 def assert_same(got: Batch, expected: Batch) -> None:
@@ -75,6 +76,34 @@ def test_select_takes_examples_in_the_given_order():
 def test_to_moves_every_tensor():
     moved = small_batch().to("meta")
     assert all(column.device.type == "meta" for column in columns(moved).values())
+
+
+def test_counts_are_taken_along_from_the_cpu_and_dropped_on_the_way_back():
+    history = small_batch().history
+    assert history.known is None and history.counts() == (3, (2, 3))
+    moved = history.to("meta")
+    assert moved.counts() == (3, (2, 3))  # a meta tensor could not be counted
+    assert moved.to("meta").counts() == (3, (2, 3))
+    assert history.to("cpu").known is None
+    assert small_batch().rows(1, 2).history.counts() == (0, ())
+    assert small_batch().rows(1, 1).history.counts() == (0, ())
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 100])
+def test_recent_keeps_the_newest_events_of_each_example(limit):
+    batch = small_batch()
+    recent = batch.recent(limit).check(SCHEMA)
+    for example in range(3):
+        whole, kept = batch.rows(example, example + 1).history, recent.rows(example, example + 1).history
+        for name, column in whole.events.items():
+            assert kept.events[name].tolist() == column.tolist()[max(0, len(column) - limit) :], name
+    assert torch.equal(recent.labels, batch.labels) and torch.equal(recent.sparse, batch.sparse)
+
+
+def test_recent_refuses_a_limit_that_is_no_count():
+    for limit in (-1, True, 1.5):
+        with pytest.raises(gdpa.GdpaError, match="limit: expected"):
+            small_batch().recent(limit)
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, Schema(0, (), 1, ("view",))], ids=["full", "least"])

@@ -110,6 +110,13 @@ class Schema:
             raise GdpaError(f"schema: expected the JSON text of a schema, got {text[:200]!r} ({error!r})") from error
 
 
+class Counts(NamedTuple):
+    """What the host must know of histories to size buffers and launches."""
+
+    longest: int  # events of the longest history
+    per_type: tuple[int, ...]  # events of type 0, 1, ... in the whole batch, up to the last type that occurs
+
+
 @dataclass(frozen=True)
 class History:
     """The packed histories of a batch: events of all examples, one after the other, each example's oldest first."""
@@ -119,14 +126,35 @@ class History:
     types: Tensor  # (T,) int64
     timestamps: Tensor  # (T,) int64, seconds
     values: Tensor | None = None  # (T,) float32
+    known: Counts | None = None  # kept from the CPU by `to`, so that `counts` need not wait for a GPU
 
     @property
     def lengths(self) -> Tensor:
         """(B,) events per example, in the dtype of the offsets."""
         return self.offsets.diff()
 
+    @property
+    def events(self) -> dict[str, Any]:
+        """The columns that have one row per event: tensors, by name."""
+        columns = {"items": self.items, "types": self.types, "timestamps": self.timestamps, "values": self.values}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def counts(self) -> Counts:
+        """The counts of these histories. Where they are on a GPU and were not brought there by `to`, this synchronises."""
+        if self.known is not None:
+            return self.known
+        longest = int(self.lengths.max()) if self.offsets.shape[0] > 1 else 0
+        return Counts(longest, tuple(torch.bincount(self.types).tolist()))
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> History:
-        return History(**{name: _moved(column, device, non_blocking) for name, column in vars(self).items()})
+        known = self.known
+        if torch.device(device).type == "cpu":
+            known = None  # cheap to count there, and the tensors may be replaced
+        elif self.offsets.device.type == "cpu":
+            known = self.counts()
+        offsets = self.offsets.to(device, non_blocking=non_blocking)
+        events = {name: column.to(device, non_blocking=non_blocking) for name, column in self.events.items()}
+        return History(offsets=offsets, **events, known=known)
 
 
 @dataclass(frozen=True)
@@ -156,23 +184,32 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch with every tensor on `device`."""
-        columns = {name: _moved(column, device, non_blocking) for name, column in vars(self).items() if name != "history"}
+        columns = {name: column.to(device, non_blocking=non_blocking) for name, column in vars(self).items() if name != "history"}
         return Batch(**columns, history=self.history.to(device, non_blocking=non_blocking))
 
     def without_history(self) -> Batch:
         """The same examples with empty histories: what a model without them sees."""
-        history = self.history
-        empty = {name: column[:0] for name, column in vars(history).items() if name != "offsets" and column is not None}
-        return replace(self, history=History(offsets=torch.zeros_like(history.offsets), **empty))
+        empty = {name: column[:0] for name, column in self.history.events.items()}
+        return replace(self, history=History(offsets=torch.zeros_like(self.history.offsets), **empty, known=Counts(0, ())))
+
+    def recent(self, limit: int) -> Batch:
+        """The same examples with the newest `limit` events of each history. Reads the number of events that are left on the host."""
+        if not _is_count(limit, 0):
+            raise GdpaError(f"limit: expected a number of events, 0 or more, got {limit!r}")
+        if self.history.known is not None and self.history.known.longest <= limit:
+            return self
+        lengths = self.lengths.long().clamp(max=limit)
+        offsets = packed_offsets(lengths)
+        kept = _spans(self.history.offsets[1:].long() - lengths, lengths, offsets)
+        events = {name: column[kept] for name, column in self.history.events.items()}
+        return replace(self, history=History(offsets=offsets, **events))
 
     def rows(self, start: int, stop: int) -> Batch:
         """Examples `start` to `stop` - 1, as views where the tensors allow it. Reads two offsets on the host."""
         if not 0 <= start <= stop <= len(self):
             raise GdpaError(f"start, stop: expected 0 <= start <= stop <= {len(self)}, got {start}, {stop}")
         first, last = self.history.offsets[[start, stop]].tolist()
-        events = {
-            name: column[first:last] for name, column in vars(self.history).items() if name != "offsets" and column is not None
-        }
+        events = {name: column[first:last] for name, column in self.history.events.items()}
         history = History(offsets=self.history.offsets[start : stop + 1] - first, **events)
         return Batch(**{name: column[start:stop] for name, column in vars(self).items() if name != "history"}, history=history)
 
@@ -180,9 +217,8 @@ class Batch:
         """The examples at `indices` (int64), in that order."""
         lengths = self.lengths.long()[indices]
         offsets = packed_offsets(lengths)
-        starts = self.history.offsets.long()[indices] - offsets[:-1]
-        events = torch.arange(int(offsets[-1]), device=offsets.device) + starts.repeat_interleave(lengths)
-        columns = {name: column[events] for name, column in vars(self.history).items() if name != "offsets" and column is not None}
+        chosen = _spans(self.history.offsets.long()[indices], lengths, offsets)
+        columns = {name: column[chosen] for name, column in self.history.events.items()}
         history = History(offsets=offsets, **columns)
         return Batch(**{name: column[indices] for name, column in vars(self).items() if name != "history"}, history=history)
 
@@ -229,13 +265,13 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     with_values = [history.values is not None for history in histories]
     if any(with_values) != all(with_values):
         raise GdpaError("batches: expected event values in every batch or in none, got both")
-    columns = [name for name in vars(histories[0]) if name != "offsets" and getattr(histories[0], name) is not None]
     lengths = torch.cat([history.lengths for history in histories])
+    events: dict[str, Any] = {name: torch.cat([getattr(history, name) for history in histories]) for name in histories[0].events}
     return Batch(
         **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in vars(batches[0]) if name != "history"},
         history=History(
             offsets=packed_offsets(lengths),
-            **{name: torch.cat([getattr(history, name) for history in histories]) for name in columns},
+            **events,
         ),
     )
 
@@ -302,8 +338,10 @@ def _faults(batch: Batch, schema: Schema) -> Iterator[Fault]:
         yield from found(~history.values.isfinite(), "history_value", history.values, "finite numbers", of_events=True)
 
 
-def _moved(column: Tensor | None, device: torch.device | str, non_blocking: bool) -> Any:
-    return None if column is None else column.to(device, non_blocking=non_blocking)
+def _spans(starts: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
+    """The rows starts[b] to starts[b] + lengths[b] - 1 of every b, one after the other; `offsets` are those of `lengths`."""
+    total = int(offsets[-1])
+    return torch.arange(total, device=offsets.device) + (starts - offsets[:-1]).repeat_interleave(lengths, output_size=total)
 
 
 def _is_count(number: object, least: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -34,9 +34,12 @@ class AttentionModule(nn.Module):
 
     Attributes:
         activation: one `gdpa.Activation`, or a tuple of one per head.
+        operator: what computes the attention, `gdpa.attention_varlen`. Another callable that takes its arguments may be set in its
+            place, as a benchmark does to run the same weights on another implementation; it gets `backend` too.
     """
 
     activation: Activation | tuple[Activation, ...]
+    operator: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class AttentionModule(nn.Module):
         self.out_scale: OutScale = out_scale
         dispatch.check_name(backend)
         self.backend = backend
+        self.operator = attention_varlen
 
     def attend(
         self,
@@ -83,7 +87,7 @@ class AttentionModule(nn.Module):
         max_seqlen_k: int | None = None,
         **mask: Any,
     ) -> Tensor:
-        """`gdpa.attention_varlen` with this module's options."""
+        """The operator with this module's options."""
         out_scale: float | Tensor | None
         if self.out_scale != "mean":
             out_scale = self.out_scale
@@ -92,7 +96,7 @@ class AttentionModule(nn.Module):
         else:
             # A sequence without keys has zeros for its output, whatever the factor.
             out_scale = 1.0 / torch.diff(cu_seqlens_k).clamp(min=1).to(torch.float32)
-        return attention_varlen(
+        return self.operator(
             q,
             k,
             v,

@@ -1,0 +1,102 @@
+"""The parts that both models are made of, besides the attention modules of gdpa.nn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gdpa.models.sequences import Events
+
+HOUR = 3600.0
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class FeatureTokens(nn.Module):
+    """Dense features, the lengths of the histories and the rows of the tables -> tokens (B, tokens, width).
+
+    The dense features and log(1 + events) of every sequence make one token by a linear map; each sparse feature makes one by a linear
+    map of its own; a linear map over the tokens, and a LayerNorm, bring them to `tokens`.
+    """
+
+    def __init__(self, dense: int, sparse: int, sequences: int, embedding: int, tokens: int, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dense + sequences, width)
+        self.sparse = nn.Parameter(torch.empty(sparse, embedding, width))
+        nn.init.normal_(self.sparse, std=1 / math.sqrt(embedding))
+        self.mix = nn.Linear(1 + sparse, tokens)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
+        lengths = torch.stack([events.offsets.diff() for events in sequences], dim=1)
+        first = self.dense(torch.cat((dense, torch.log1p(lengths.to(dense.dtype))), dim=1))
+        # One product per feature: [features, B, embedding] @ [features, embedding, width].
+        others = (sparse.transpose(0, 1) @ self.sparse).transpose(0, 1)
+        tokens = torch.cat((first[:, None], others), dim=1)
+        out: Tensor = self.norm(self.mix(tokens.transpose(1, 2)).transpose(1, 2))
+        return out
+
+    def flops(self, batch: int) -> int:
+        features, embedding, width = self.sparse.shape
+        per_example = self.dense.in_features * width + features * embedding * width
+        return 2 * batch * (per_example + (1 + features) * self.mix.out_features * width)
+
+
+class TokenMixer(nn.Module):
+    """(B, in_tokens, width) -> (B, out_tokens, width): Y = A X over the tokens, then LayerNorm(Y + W_2 gelu(W_1 Y))."""
+
+    def __init__(self, in_tokens: int, out_tokens: int, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(in_tokens, out_tokens)
+        self.inner = nn.Linear(width, width)
+        self.outer = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        out: Tensor = self.norm(y + self.outer(functional.gelu(self.inner(y))))
+        return out
+
+    def flops(self, batch: int) -> int:
+        width = self.inner.in_features
+        return 2 * batch * width * self.mix.out_features * (self.mix.in_features + 2 * width)
+
+
+class Head(nn.Module):
+    """Tokens (B, tokens, width) -> logits (B,): flattened, one hidden layer."""
+
+    def __init__(self, tokens: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(tokens * width, hidden)
+        self.out = nn.Linear(hidden, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(functional.gelu(self.hidden(tokens.flatten(1))))
+        return logits.squeeze(1)
+
+    def flops(self, batch: int) -> int:
+        return 2 * batch * (self.hidden.in_features + 1) * self.hidden.out_features
+
+
+def module_list(modules: Iterable[M]) -> Sequence[M]:
+    """An nn.ModuleList, typed by what it holds."""
+    return nn.ModuleList(modules)  # type: ignore[return-value]
+
+
+def event_scalars(events: Events) -> Tensor:
+    """(T, 1 or 2) float32: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|)."""
+    columns = [torch.log1p(events.ages.clamp(min=0) / HOUR)]
+    if events.values is not None:
+        columns.append(events.values.sign() * torch.log1p(events.values.abs()))
+    return torch.stack(columns, dim=1)
+
+
+def stream_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the sequence between layers: autocast's where it is on, since the stream is most of a step's memory."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype

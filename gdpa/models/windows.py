@@ -1,0 +1,94 @@
+"""Softmax self-attention in a causal sliding window, over packed sequences, by PyTorch's own attention.
+
+On CUDA in bf16 or fp16 it is `torch.nn.attention.varlen.varlen_attn`, where it takes a window. Elsewhere the rows are cut into chunks
+of at least the window's size, whatever the sequences, and each chunk attends to itself and the one before under a mask that keeps
+sequences apart: `scaled_dot_product_attention` over about 2 * window keys per row. Neither pads a sequence to another's length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gdpa.errors import GdpaError
+from gdpa.models.sequences import rows_to_sequences
+from gdpa.nn import RotaryTemporal
+from gdpa.nn.sequences import check_size
+
+SHORTEST_CHUNK = 32  # shorter ones leave the matrix products too small
+
+
+class WindowAttention(nn.Module):
+    """out = W_o softmax(rotary(W_q x) rotary(W_k x)^T / sqrt(head_dim)) W_v x; an event sees itself and the window - 1 before it.
+
+    Forward:
+        x: packed values (T, width) with `offsets` (B + 1,); ages (T,) as RotaryTemporal takes them; `longest` bounds the lengths.
+        Returns (T, width); under autocast in the autocast dtype.
+    """
+
+    def __init__(self, width: int, heads: int, window: int) -> None:
+        super().__init__()
+        self.width, self.heads, self.window = check_size("width", width), check_size("heads", heads), check_size("window", window)
+        if width % heads != 0:
+            raise GdpaError(f"heads: expected a divisor of width {width}, got {heads}")
+        self.rotary = RotaryTemporal(width // heads)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, offsets: Tensor, ages: Tensor, longest: int) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3 * self.heads, self.width // self.heads))
+        turned, v = qkv.split((2 * self.heads, self.heads), dim=1)
+        q, k = self.rotary(turned, offsets, ages).split((self.heads, self.heads), dim=1)
+        if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and varlen_takes_windows():
+            from torch.nn.attention.varlen import varlen_attn
+
+            attended = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(self.window - 1, 0))
+            assert isinstance(attended, Tensor)
+        else:
+            attended = banded_attention(q, k, v, offsets, self.window)
+        out: Tensor = self.out(attended.flatten(1))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, heads={self.heads}, window={self.window}"
+
+
+@cache
+def varlen_takes_windows() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def banded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int) -> Tensor:
+    """q, k, v (T, H, D) -> (T, H, D): the windowed attention by chunks of rows."""
+    rows, chunk = q.shape[0], max(window, SHORTEST_CHUNK)
+    chunks = (rows + chunk - 1) // chunk
+    spare = chunks * chunk - rows
+    sequence = functional.pad(rows_to_sequences(offsets, rows), (0, spare), value=-1).view(chunks, chunk)
+    before = functional.pad(sequence, (0, 0, 1, 0), value=-2)[:-1]
+    distance = torch.arange(chunk, device=q.device)[:, None] - torch.arange(-chunk, chunk, device=q.device)
+    near = (distance >= 0) & (distance < window)  # [chunk, 2 * chunk]
+    mask = near & (sequence[:, :, None] == torch.cat((before, sequence), dim=1)[:, None, :])
+
+    def chunked(x: Tensor) -> Tensor:
+        padded: Tensor = functional.pad(x, (0, 0, 0, 0, 0, spare)).unflatten(0, (chunks, chunk))
+        return padded.transpose(1, 2)  # [chunks, H, chunk, D]
+
+    def with_previous(x: Tensor) -> Tensor:
+        own = chunked(x)
+        return torch.cat((functional.pad(own, (0, 0, 0, 0, 0, 0, 1, 0))[:-1], own), dim=2)
+
+    attended = functional.scaled_dot_product_attention(chunked(q), with_previous(k), with_previous(v), attn_mask=mask[:, None])
+    out: Tensor = attended.transpose(1, 2).flatten(0, 1)[:rows]
+    return out
+
+
+def window_pairs(lengths: Tensor, window: int) -> int:
+    """How many (query, key) pairs sequences of these lengths have in a causal window."""
+    inside = lengths.long().clamp(max=window)
+    return int((inside * (inside + 1) // 2 + (lengths.long() - inside) * window).sum())
