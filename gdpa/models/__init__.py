@@ -16,6 +16,7 @@ from gdpa.data.schema import Schema
 from gdpa.errors import GdpaError
 from gdpa.models.base import ClickModel
 from gdpa.models.config import Config, EventConfig, InterFormerConfig, KunlunConfig, config_from_dict
+from gdpa.models.interformer import InterFormer
 from gdpa.models.kunlun import Kunlun
 from gdpa.models.presets import PRESETS
 from gdpa.models.tables import Table
@@ -25,6 +26,7 @@ __all__ = [
     "ClickModel",
     "Config",
     "EventConfig",
+    "InterFormer",
     "InterFormerConfig",
     "Kunlun",
     "KunlunConfig",
@@ -78,6 +80,8 @@ def from_config(
     model: ClickModel
     if isinstance(config, KunlunConfig):
         model = Kunlun(config, schema, backend=chosen)
+    elif isinstance(config, InterFormerConfig):
+        model = InterFormer(config, schema, backend=chosen)
     else:
         raise GdpaError(f"config: expected an InterFormerConfig or a KunlunConfig, got {type(config).__name__}")
     if attention is not None:

@@ -71,3 +71,27 @@ def rows_to_sequences(offsets: Tensor, rows: int) -> Tensor:
     """(rows,) int64: the sequence that each packed row belongs to."""
     row = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets, row, right=True) - 1
+
+
+def prepend(values: Tensor, offsets: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens (B, n, width) before the rows of each packed sequence (T, width): the joined rows (T + B n, width), and their offsets."""
+    batch, count = tokens.shape[:2]
+    joined = offsets + count * torch.arange(batch + 1, device=offsets.device, dtype=offsets.dtype)
+    rows = values.shape[0] + batch * count
+    sequence = rows_to_sequences(joined, rows)
+    position = torch.arange(rows, device=offsets.device) - joined[sequence]
+    source = torch.where(position < count, sequence * count + position, batch * count + offsets[sequence] + position - count)
+    # index_select, whose gradient adds rows; that of indexing would sort them.
+    return torch.cat((tokens.flatten(0, 1).to(values.dtype), values)).index_select(0, source), joined
+
+
+def ends(values: Tensor, offsets: Tensor, first: int, last: int) -> Tensor:
+    """(B, first + last, width): the first `first` rows of each sequence, which all have them, and the last `last` of the others,
+    the newest at the end; zeros where there are fewer."""
+    starts, stops = offsets[:-1, None].long(), offsets[1:, None].long()
+    newest = stops + torch.arange(-last, 0, device=offsets.device)
+    there = newest >= starts + first
+    rows = torch.cat((starts + torch.arange(first, device=offsets.device), torch.where(there, newest, starts)), dim=1)
+    found = values.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    keep = torch.cat((torch.ones_like(rows[:, :first], dtype=torch.bool), there), dim=1)
+    return torch.where(keep[..., None], found, 0)

@@ -1,0 +1,232 @@
+"""InterFormer (arXiv 2411.09852): sequence and non-sequence features summarise each other in every layer.
+
+For each layer, X the tokens of the request and S the sequence of events, which starts with CLS tokens:
+
+    X_sum = Gating(TokenMixer(X))                                  cross arch
+    S_sum = Gating([S_CLS | PMA(S) | S_recent])
+    X'    = TokenMixer(DCNv2([X | S_sum]))                         interaction arch
+    S'    = Z + SelfAttention(LayerNorm(Z)),  Z = PFFN(S, X_sum)   sequence arch, rotary positions
+
+    Gating(Z) = gate(Z * W Z)
+
+Choices that the definition leaves open are in the docstrings and in docs/models.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gdpa.data.schema import Schema
+from gdpa.models.base import ClickModel, DensePart
+from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, event_scalars, module_list, stream_dtype
+from gdpa.models.config import Gate, InterFormerConfig
+from gdpa.models.sequences import Events, ends, prepend
+from gdpa.models.work import Part, linear_flops, part, pffn_flops, pma_flops, self_attention_flops
+from gdpa.nn import PFFN, PMA, RotaryTemporal, SelfAttention
+
+
+class InterFormer(ClickModel):
+    """InterFormer over the features and histories of a schema. See `gdpa.models.base.ClickModel` for what it takes and gives.
+
+    All event types are one sequence.
+
+    Example:
+        >>> from gdpa.data.synthetic import SyntheticClicks
+        >>> clicks = SyntheticClicks(batch_size=4)
+        >>> gdpa.models.build("interformer", "tiny", clicks.schema)(clicks.batch(0)).shape
+        torch.Size([4])
+    """
+
+    config: InterFormerConfig
+
+    def __init__(self, config: InterFormerConfig, schema: Schema, *, backend: str | None = None) -> None:
+        super().__init__(config, schema, [0] * len(schema.event_types))
+        self.dense = InterFormerDense(config, schema, backend)
+
+
+class InterFormerDense(DensePart):
+    """All of the model but its tables.
+
+    The CLS tokens are the X_sum of the first layer. After the last layer its sequence is summarised once more, for the head, so that
+    nothing computed goes unread.
+    """
+
+    def __init__(self, config: InterFormerConfig, schema: Schema, backend: str | None) -> None:
+        super().__init__()
+        self.features = FeatureTokens(schema.dense, len(schema.sparse), 1, config.embedding, config.tokens, config.width)
+        self.encode = MaskNet(config.embedding, len(schema.event_types), schema.values, config.seq_width)
+        self.cls = nn.Linear(config.width, config.seq_width)
+        layers = range(config.layers)
+        self.condense = module_list(CrossSummary(config) for _ in layers)
+        self.summarise = module_list(SequenceSummary(config, backend) for _ in range(config.layers + 1))
+        self.interact = module_list(Interaction(config) for _ in layers)
+        self.advance = module_list(SequenceLayer(config, backend) for _ in layers)
+        self.head = Head(config.tokens + summary_tokens(config), config.width, config.head_hidden)
+
+    def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
+        (events,) = sequences
+        x = self.features(dense, sparse, sequences)
+        context = self.condense[0](x)
+        stream, offsets = prepend(self.encode(events), events.offsets, self.cls(context))
+        for layer, advance in enumerate(self.advance):
+            if layer:
+                context = self.condense[layer](x)
+            summary = self.summarise[layer](stream, offsets)
+            stream = advance(stream, offsets, context)
+            x = self.interact[layer](x, summary)
+        logits: Tensor = self.head(torch.cat((x, self.summarise[-1](stream, offsets)), dim=1))
+        return logits
+
+    def parts(self, lengths: Sequence[Tensor]) -> Iterator[Part]:
+        batch, events = len(lengths[0]), int(lengths[0].sum())
+        rows = lengths[0] + self.summarise[0].first  # with the CLS tokens
+        yield part("features", [self.features], self.features.flops(batch))
+        yield part("MaskNet", [self.encode], self.encode.flops(events))
+        cls = linear_flops(self.cls, batch * self.summarise[0].first)
+        yield part("cross arch: X_sum", [*self.condense, self.cls], cls + sum(block.flops(batch) for block in self.condense))
+        yield part("cross arch: S_sum", self.summarise, sum(block.flops(rows) for block in self.summarise))
+        yield part("interaction arch", self.interact, sum(block.flops(batch) for block in self.interact))
+        personal = [block.personalise for block in self.advance]
+        yield part("PFFN", personal, sum(pffn_flops(block, rows) for block in personal))
+        attention = sum(self_attention_flops(block.attend, rows) for block in self.advance)
+        yield part("self-attention", [m for block in self.advance for m in (block.norm, block.attend)], attention)
+        yield part("head", [self.head], self.head.flops(batch))
+
+
+class MaskNet(nn.Module):
+    """LayerNorm(MLP_lce(S * MLP_mask(S))): events -> tokens of the sequence.
+
+    S joins, on the embedding axis, three sequences of the same events: the items, the event types, and the ages and values through a
+    linear map. MLP_mask has one hidden layer of S's width; MLP_lce is one linear map.
+    """
+
+    def __init__(self, embedding: int, types: int, values: bool, width: int) -> None:
+        super().__init__()
+        self.types = nn.Parameter(torch.empty(types, embedding))
+        nn.init.normal_(self.types, std=1 / math.sqrt(embedding))
+        self.scalars = nn.Linear(2 if values else 1, embedding)
+        joined = 3 * embedding
+        self.inner = nn.Linear(joined, joined)
+        self.outer = nn.Linear(joined, joined)
+        self.compress = nn.Linear(joined, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, events: Events) -> Tensor:
+        kinds = functional.embedding(events.types, self.types)
+        s = torch.cat((events.items, kinds, self.scalars(event_scalars(events))), dim=1)
+        mask = self.outer(functional.relu(self.inner(s)))
+        out: Tensor = self.norm(self.compress(s * mask)).to(stream_dtype(events.items))
+        return out
+
+    def flops(self, events: int) -> int:
+        return sum(linear_flops(linear, events) for linear in (self.scalars, self.inner, self.outer, self.compress))
+
+
+class Gating(nn.Module):
+    """gate(Z * W Z), W applied to each token; gate is the sigmoid, tanh or nothing."""
+
+    def __init__(self, width: int, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, z: Tensor) -> Tensor:
+        gated: Tensor = z * self.linear(z)
+        return gated if self.gate == "identity" else getattr(torch, self.gate)(gated)
+
+
+class CrossSummary(nn.Module):
+    """X_sum = Gating(TokenMixer(X)): the tokens that personalise the sequence."""
+
+    def __init__(self, config: InterFormerConfig) -> None:
+        super().__init__()
+        self.mix = TokenMixer(config.tokens, config.context_tokens, config.width)
+        self.gating = Gating(config.width, config.gate)
+        self.tokens = config.context_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.gating(self.mix(x))
+        return out
+
+    def flops(self, batch: int) -> int:
+        return self.mix.flops(batch) + linear_flops(self.gating.linear, batch * self.tokens)
+
+
+def summary_tokens(config: InterFormerConfig) -> int:
+    """Tokens of S_sum: CLS, pooled, recent."""
+    return config.context_tokens + config.seeds + config.recent
+
+
+class SequenceSummary(nn.Module):
+    """S_sum = Gating([S_CLS | PMA(S) | S_recent]), brought to the width of the other tokens by a linear map and a LayerNorm."""
+
+    def __init__(self, config: InterFormerConfig, backend: str | None) -> None:
+        super().__init__()
+        self.first, self.recent, self.tokens = config.context_tokens, config.recent, summary_tokens(config)
+        self.pool = PMA(config.seq_width, config.heads, seeds=config.seeds, out_scale="mean", backend=backend)
+        self.lift = nn.Linear(config.seq_width, config.width)
+        self.norm = nn.LayerNorm(config.width)
+        self.gating = Gating(config.width, config.gate)
+
+    def forward(self, stream: Tensor, offsets: Tensor) -> Tensor:
+        joined = torch.cat((ends(stream, offsets, self.first, self.recent), self.pool(stream, offsets).to(stream.dtype)), dim=1)
+        out: Tensor = self.gating(self.norm(self.lift(joined)))
+        return out
+
+    def flops(self, rows: Tensor) -> int:
+        tokens = len(rows) * self.tokens
+        return pma_flops(self.pool, rows) + linear_flops(self.lift, tokens) + linear_flops(self.gating.linear, tokens)
+
+
+class Interaction(nn.Module):
+    """X' = TokenMixer(z * (U V z + b) + z), z = flatten([X | S_sum]): one DCNv2 cross layer of low rank, then a map to X's tokens."""
+
+    def __init__(self, config: InterFormerConfig) -> None:
+        super().__init__()
+        self.tokens = config.tokens + summary_tokens(config)
+        self.down = nn.Linear(self.tokens * config.width, config.rank, bias=False)
+        self.up = nn.Linear(config.rank, self.tokens * config.width)
+        self.mix = TokenMixer(self.tokens, config.tokens, config.width)
+
+    def forward(self, x: Tensor, summary: Tensor) -> Tensor:
+        z = torch.cat((x, summary), dim=1).flatten(1)
+        crossed = z * self.up(self.down(z)) + z
+        out: Tensor = self.mix(crossed.unflatten(1, (self.tokens, -1)))
+        return out
+
+    def flops(self, batch: int) -> int:
+        return linear_flops(self.down, batch) + linear_flops(self.up, batch) + self.mix.flops(batch)
+
+
+class SequenceLayer(nn.Module):
+    """S' = Z + SelfAttention(LayerNorm(Z)), Z = PFFN(S, X_sum); GDPA over the whole sequence, rotary positions."""
+
+    def __init__(self, config: InterFormerConfig, backend: str | None) -> None:
+        super().__init__()
+        self.personalise = PFFN(
+            config.seq_width,
+            config.heads,
+            hidden=config.hidden,
+            context_width=config.width,
+            context_tokens=config.context_tokens,
+            scale=None if config.tau is None else 1 / config.tau,
+            backend=backend,
+        )
+        self.norm = nn.LayerNorm(config.seq_width)
+        self.attend = SelfAttention(
+            config.seq_width,
+            config.heads,
+            out_scale="mean",
+            rotary=RotaryTemporal(config.seq_width // config.heads, time_pairs=0),
+            backend=backend,
+        )
+
+    def forward(self, stream: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
+        z = self.personalise(stream, offsets, context=context.to(stream.dtype))
+        out: Tensor = z + self.attend(self.norm(z), offsets)
+        return out.to(stream.dtype)
