@@ -1,4 +1,4 @@
-"""The command line: `gdpa bench | check | info | precompile`."""
+"""The command line: `gdpa bench | train | check | info | precompile`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _bench_arguments(commands)
+    _train_arguments(commands)
 
     checks = commands.add_parser(
         "check",
@@ -131,6 +132,41 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     bench.set_defaults(run=_bench)
 
 
+def _train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a reference model on synthetic or Parquet data",
+        description="Train InterFormer or Kunlun. The last line printed has the scores on held-out examples and the speed: "
+        "NE <value> AUC <value> samples/s <value>. Ctrl-C finishes the step, writes a checkpoint and exits with 130; --resume goes on "
+        "from the newest checkpoint. Under torchrun the ranks share every batch.",
+        epilog="What it all means: docs/training.md.",
+    )
+    what = train.add_argument_group("what is trained")
+    what.add_argument("--model", default="kunlun", metavar="NAME", help="kunlun (default) or interformer")
+    what.add_argument("--preset", default="tiny", metavar="NAME", help="tiny (default), small or gem-block")
+    what.add_argument("--data", default="synthetic", metavar="PATH", help="synthetic (default), a Parquet file or a folder of them")
+    what.add_argument("--no-history", action="store_true", help="empty every history: what is learned without them")
+    what.add_argument("--steps", type=_positive, help="the last step (default: the preset's)")
+    what.add_argument("--batch-size", type=_positive, help="examples of a step, over all ranks (default: the preset's)")
+    what.add_argument("--seed", type=int, default=0, help="of the weights and the data (default: 0)")
+    how = train.add_argument_group("how")
+    _device_argument(how)
+    how.add_argument(
+        "--backend", default="auto", metavar="NAME", help=f"of the attention: auto (default), {', '.join(dispatch.BACKENDS)}"
+    )
+    how.add_argument("--dtype", type=_dtype, help="bf16 (autocast; the default on a GPU) or fp32 (the default on a CPU)")
+    how.add_argument("--compile", action="store_true", help="compile the dense part with torch.compile")
+    how.add_argument("--parallel", default="ddp", metavar="NAME", help="of the dense part under torchrun: ddp (default) or fsdp")
+    out = train.add_argument_group("what becomes of it")
+    out.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints, log.jsonl, curves.png (default: a new one in runs/)")
+    out.add_argument("--resume", action="store_true", help="go on with the run in --out, from its newest checkpoint")
+    out.add_argument("--checkpoint-every", type=_positive, default=200, metavar="STEPS", help="(default: 200)")
+    out.add_argument("--keep", type=_positive, default=2, metavar="N", help="checkpoints that stay, the newest (default: 2)")
+    out.add_argument("--log-every", type=_positive, default=10, metavar="STEPS", help="(default: 10)")
+    out.add_argument("--evaluation-batches", type=_positive, default=16, metavar="N", help="held out, at most (default: 16)")
+    train.set_defaults(run=_train)
+
+
 def _device_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: the GPU where there is one)")
 
@@ -204,6 +240,12 @@ def _console(stderr: bool = False) -> Console:
 
 def _bench(options: argparse.Namespace) -> int:
     return command.bench(options, _device(options.device), _console(), _console(stderr=True))
+
+
+def _train(options: argparse.Namespace) -> int:
+    from gdpa.train import command as train_command  # the other commands do not wait for torch.distributed and the models
+
+    return train_command.train(options, _device(options.device), _console())
 
 
 def _check(options: argparse.Namespace) -> int:

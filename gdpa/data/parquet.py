@@ -48,7 +48,7 @@ def write(path: str | os.PathLike[str], batches: Iterable[Batch], schema: Schema
     rows = 0
     try:
         with pq.ParquetWriter(partial, arrow, compression="zstd", write_page_checksum=True) as writer:
-            for group in _of_size((batch.check(schema) for batch in batches), row_group):
+            for group in of_size((batch.check(schema) for batch in batches), row_group):
                 writer.write_table(_table(pa, arrow, group, schema), row_group_size=row_group)
                 rows += len(group)
         if not rows:
@@ -67,6 +67,8 @@ class ParquetReader:
     schema       None takes the one in the file. Where both are there, names and features must agree; vocabulary sizes are the
                  given ones, and an id beyond them is an error.
     drop_last    leaves out a last batch that is smaller than the others
+    row_groups   None reads all of the file; a range, these row groups alone, as if the file had no others (rows in errors are still
+                 counted from the file's beginning)
 
     Opening the file checks its columns; reading checks every value. `len(reader)` is the number of batches, `reader.rows` that of
     examples.
@@ -77,7 +79,13 @@ class ParquetReader:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], batch_size: int, *, schema: Schema | None = None, drop_last: bool = False
+        self,
+        path: str | os.PathLike[str],
+        batch_size: int,
+        *,
+        schema: Schema | None = None,
+        drop_last: bool = False,
+        row_groups: range | None = None,
     ) -> None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise GdpaError(f"batch_size: expected an integer of at least 1, got {batch_size!r}")
@@ -85,8 +93,12 @@ class ParquetReader:
         with self._open() as file:
             self.schema = self._agreed(schema, file)
             self._check_columns(file.schema_arrow)
-            self._groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        self.rows: int = sum(self._groups)
+            self.group_rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        every = range(len(self.group_rows))
+        self._chosen = every if row_groups is None else row_groups
+        if any(group not in every for group in self._chosen):
+            raise GdpaError(f"row_groups: expected some of the {len(every)} row groups of {self.path}, got {row_groups}")
+        self.rows: int = sum(self.group_rows[group] for group in self._chosen)
         if not self.rows:
             raise GdpaError(f"{self.path}: expected at least one row, got none")
 
@@ -108,25 +120,25 @@ class ParquetReader:
         return self._batches(start, shuffle)
 
     def _batches(self, start: int, shuffle: int | None) -> Iterator[Batch]:
-        for batch in _of_size(self._pieces(start * self.batch_size, shuffle), self.batch_size):
+        for batch in of_size(self.pieces(start * self.batch_size, shuffle), self.batch_size):
             if len(batch) == self.batch_size or not self.drop_last:
                 yield batch
 
-    def _pieces(self, skip: int, shuffle: int | None) -> Iterator[Batch]:
-        """The rows in reading order from number `skip` on, in batches of any size."""
-        first_rows = [0, *accumulate(self._groups)]
-        order = list(range(len(self._groups)))
+    def pieces(self, skip: int = 0, shuffle: int | None = None) -> Iterator[Batch]:
+        """The rows in reading order from number `skip` on, in batches of any size: `batches` before they are cut to one size."""
+        first_rows = [0, *accumulate(self.group_rows)]
+        order = list(self._chosen)
         if shuffle is not None:
-            order = _permutation(len(order), shuffle).tolist()
+            order = [order[place] for place in permutation(len(order), shuffle).tolist()]
         with self._open() as file:
             for group in order:
-                count = self._groups[group]
+                count = self.group_rows[group]
                 if skip >= count:
                     skip -= count
                     continue
                 pieces = self._read_group(file, group, first_rows[group])
                 if shuffle is not None:
-                    pieces = iter([concatenate(list(pieces)).select(_permutation(count, shuffle, group + 1))])
+                    pieces = iter([concatenate(list(pieces)).select(permutation(count, shuffle, group + 1))])
                 for piece in pieces:
                     passed = min(skip, len(piece))
                     skip -= passed
@@ -253,7 +265,7 @@ class ParquetReader:
         return GdpaError(f"{self.path}: row {row}, column {column!r}: {problem}")
 
 
-def _of_size(pieces: Iterable[Batch], size: int) -> Iterator[Batch]:
+def of_size(pieces: Iterable[Batch], size: int) -> Iterator[Batch]:
     """The examples of `pieces` in batches of `size`; the last may be smaller."""
     waiting: list[Batch] = []
     for piece in pieces:
@@ -269,7 +281,7 @@ def _of_size(pieces: Iterable[Batch], size: int) -> Iterator[Batch]:
         yield concatenate(waiting)
 
 
-def _permutation(count: int, *key: int) -> Tensor:
+def permutation(count: int, *key: int) -> Tensor:
     """(count,) int64, the same on every machine for a key: the order of random bits."""
     bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
     return torch.from_numpy(np.argsort(bits, kind="stable"))

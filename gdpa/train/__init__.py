@@ -1,0 +1,1 @@
+"""`gdpa train`: the loop, its optimisers, metrics, data sources and checkpoints."""

@@ -1,0 +1,241 @@
+"""`gdpa train`: from its options to a run, and from the run to what is printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import shlex
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from gdpa import models
+from gdpa.bench import machine
+from gdpa.bench.plain import broken_cpu_products
+from gdpa.dispatch import check_name
+from gdpa.errors import GdpaError
+from gdpa.train import world as worlds
+from gdpa.train.log import Log
+from gdpa.train.loop import Loop, Outcome
+from gdpa.train.progress import Display
+from gdpa.train.settings import Folder, Settings
+from gdpa.train.source import Parquet, Source, Synthetic
+from gdpa.train.updates import NonFinite
+from gdpa.train.world import World
+
+# A history's median length in synthetic data, as a share of the longest.
+MEDIAN_SHARE = 8
+# Threads that make synthetic batches for a GPU, which is faster than one of them.
+WORKERS = 4
+# Rows of the square matrices whose product MFU is a share of.
+MATMUL_ROWS = {"cuda": 8192, "cpu": 1024}
+
+
+def train(options: argparse.Namespace, device: torch.device, console: Console) -> int:
+    """Exit status: 0, 1 where a loss was not finite, 130 on Ctrl-C, 143 on SIGTERM. GdpaError for what is asked wrongly."""
+    with worlds.opened(device) as world, Signals() as signals:
+        try:
+            return _train(options, world, signals, console)
+        except NonFinite as error:
+            if world.first:
+                console.print(f"gdpa train: stopped: {error}. The last checkpoint is from before it.", markup=False, soft_wrap=True)
+            return 1
+
+
+def _train(options: argparse.Namespace, world: World, signals: Signals, console: Console) -> int:
+    settings = _settings(options, world.device)
+    source = _source(options, settings, world.device)
+    folder = _folder(options, world)
+    with _owned(folder, world):
+        torch.manual_seed(settings.seed)
+        model = models.from_config(settings.config, source.schema, backend=settings.backend).to(world.device)
+        rate = _matmul_rate(world.device, settings.bf16)
+        loop = Loop(settings, source, model, world, folder, matmul_rate=rate, stop=lambda: signals.number is not None)
+        resumed = options.resume and loop.resume()
+        if world.first:
+            loop.checkpoints.clean()
+            _announce(settings, loop, options, resumed, console)
+        log = Log(folder.log, loop.step) if world.first else None
+        if log is not None:
+            log.write("resume" if resumed else "start", loop.step, **_header(options, settings, source, world))
+        quiet = Console(quiet=True)
+        with Display(console if world.first else quiet, loop.step, settings.steps) as display:
+            outcome = loop.run(log, display)
+        if world.first:
+            assert log is not None
+            _finish(outcome, log, folder, console)
+        if outcome.scores is None:
+            if world.first:
+                command = _resume_command(options, folder)
+                console.print(f"interrupted after step {outcome.step}; to go on: {command}", markup=False, soft_wrap=True)
+            return 128 + (signals.number or signal.SIGINT)
+        if world.first:
+            scores = outcome.scores
+            print(f"NE {scores.ne:.4f} AUC {scores.auc:.4f} samples/s {outcome.samples_per_s:.1f}", flush=True)
+        return 0
+
+
+def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
+    config = models.preset_config(options.model, options.preset)
+    if options.backend != "auto":
+        check_name(options.backend)
+    bf16 = device.type == "cuda" if options.dtype is None else options.dtype == torch.bfloat16
+    if options.dtype is not None and options.dtype not in (torch.bfloat16, torch.float32):
+        raise GdpaError(f"--dtype: expected bf16 or fp32, got {options.dtype}")
+    if bf16 and device.type == "cpu":
+        broken = broken_cpu_products("bfloat16")
+        if broken is not None:
+            raise GdpaError(f"--dtype: expected one that this CPU computes in, got bf16, and {broken}")
+    return Settings(
+        config=config,
+        steps=options.steps or config.default_steps,
+        batch_size=options.batch_size or config.batch_size,
+        seed=options.seed,
+        backend=options.backend,
+        no_history=options.no_history,
+        bf16=bf16,
+        compile=options.compile,
+        parallel=options.parallel,
+        log_every=options.log_every,
+        checkpoint_every=options.checkpoint_every,
+        keep=options.keep,
+        evaluation=options.evaluation_batches,
+    )
+
+
+def _source(options: argparse.Namespace, settings: Settings, device: torch.device) -> Source:
+    if options.data != "synthetic":
+        return Parquet(Path(options.data), settings.batch_size, seed=settings.seed)
+    longest = settings.config.max_history
+    return Synthetic(
+        settings.batch_size,
+        seed=settings.seed,
+        median_length=max(1, longest // MEDIAN_SHARE),
+        max_length=longest,
+        workers=WORKERS if device.type == "cuda" else 1,
+    )
+
+
+def _folder(options: argparse.Namespace, world: World) -> Folder:
+    """The folder of --out, or a new one; the first rank chooses."""
+    if options.out is None and options.resume:
+        raise GdpaError("--resume: expected --out FOLDER with it, the run to go on with, got none")
+    path = options.out
+    if path is None and world.first:
+        number = 1
+        while (path := Path("runs") / f"{options.model}-{options.preset}-{number}").exists():
+            number += 1
+    folder = Folder(Path(world.from_first(str(path))))
+    if folder.log.exists() and not options.resume:
+        raise GdpaError(f"--out: expected a folder without a run, or --resume to go on with it, got {folder.path}")
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GdpaError(f"--out: expected a folder that can be written, got {folder.path}: {error.strerror}") from None
+    return folder
+
+
+@contextmanager
+def _owned(folder: Folder, world: World) -> Iterator[None]:
+    """The folder for this run alone: two of them would write each other's files. The lock ends with the process, however it ends."""
+    if not world.first:
+        yield
+        return
+    with (folder.path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise GdpaError(f"--out: expected a folder that no other run uses, got {folder.path}, which one does") from None
+        yield
+
+
+class Signals:
+    """Ctrl-C and SIGTERM as a number that is looked at between steps. A second Ctrl-C interrupts at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+def _announce(settings: Settings, loop: Loop, options: argparse.Namespace, resumed: bool, console: Console) -> None:
+    world = loop.world
+    parameters = sum(parameter.numel() for parameter in loop.updates.parameters().values())
+    ranks = f", {world.size} ranks, {settings.parallel}" if world.size > 1 else ""
+    history = " without histories" if settings.no_history else ""
+    lines = [
+        f"{options.model} {options.preset}, {parameters:,} parameters, on {machine.device_name(world.device)}{ranks}, "
+        f"{'bf16' if settings.bf16 else 'fp32'}, threads: {torch.get_num_threads()}",
+        f"data: {options.data}{history}, batches of {settings.batch_size}, seed {settings.seed}; writing to {loop.folder.path}",
+    ]
+    if resumed:
+        lines.append(f"resumed after step {loop.step} of {settings.steps}")
+    elif options.resume:
+        lines.append("there is no checkpoint to resume: starting at the first step")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _header(options: argparse.Namespace, settings: Settings, source: Source, world: World) -> dict[str, Any]:
+    return {
+        **machine.header(world.device, shlex.join(["gdpa", *options.command_line])),
+        "ranks": world.size,
+        "config": settings.identity(),
+        "data": source.facts,
+        "steps": settings.steps,
+    }
+
+
+def _finish(outcome: Outcome, log: Log, folder: Folder, console: Console) -> None:
+    """The last line of the log, and the picture."""
+    from gdpa.train import curves  # matplotlib takes a second to import
+
+    if outcome.scores is not None:
+        log.write("end", outcome.step, **outcome.scores._asdict(), samples_per_s=outcome.samples_per_s)
+    log.close()
+    curves.write(folder.log, folder.curves)
+
+
+def _resume_command(options: argparse.Namespace, folder: Folder) -> str:
+    """The command that this run was started with, and what makes it go on."""
+    words = ["gdpa", *options.command_line]
+    if options.out is None:
+        words += ["--out", str(folder.path)]
+    return shlex.join(words if options.resume else [*words, "--resume"])
+
+
+def _matmul_rate(device: torch.device, bf16: bool) -> float:
+    """FLOP/s of a large matrix product in the dtype of the run: the median of a few."""
+    rows = MATMUL_ROWS[device.type]
+    a = torch.ones(rows, rows, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    taken = []
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return 2 * rows**3 / statistics.median(taken[1:])
