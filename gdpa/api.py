@@ -11,6 +11,7 @@ Read next: gdpa/backends/reference.py, the same three lines as code.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -269,5 +270,20 @@ def _arguments(
 def _call(*arguments: Any) -> Tensor:
     """Run the operator on the parameters of `_arguments`, once they are checked."""
     out_scale_tensor, options = _arguments(*arguments)
+    if any(type(tensor) not in _PLAIN for tensor in arguments[:3]):
+        _add_distributed_rule(arguments[:3])
     out: Tensor = torch.ops.gdpa.forward(*arguments[:5], out_scale_tensor, *arguments[5:7], *options)
     return out
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _add_distributed_rule(tensors: Sequence[Tensor]) -> None:
+    """Where one of the tensors is a DTensor, see that the operators know what to do with it.
+
+    torch.distributed.tensor takes half as long to import as torch itself, so that a process without DTensors leaves it alone.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
+        import gdpa.distributed.attention  # noqa: F401
