@@ -28,9 +28,9 @@ from gdpa.activations import Activation
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
 from gdpa.folding import ONE, Coefficient, Folded, StepOperand, fold, spelled
-from gdpa.graph import Operand, Ref, Statement, formulas
+from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
 
-GENERATOR_VERSION = 6
+GENERATOR_VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class DeviceFunctions:
         scaled_pair: `activate_pair_scaled(s, scale, head) -> (g, dg)`, with f(scale * s) = c * g and f'(scale * s) = d * dg. This
             g and c may differ from those of `scaled` and `factor`.
         pair_factors: `pair_factors(scale, head) -> (c, d)`, float32 scalars.
+        packed: `activate_packed(s, scale, head) -> g`, the g of `scaled` as a bfloat16 tile, computed two scores at a time in bfloat16
+            but for the first EXACT_COLUMNS of every tile; None where no activation has such a form. Needs sm_90.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -59,6 +61,7 @@ class DeviceFunctions:
     factor: Any
     scaled_pair: Any
     pair_factors: Any
+    packed: Any
     source: str
     path: Path
 
@@ -97,6 +100,7 @@ def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -
         factor=module.factor,
         scaled_pair=module.activate_pair_scaled,
         pair_factors=module.pair_factors,
+        packed=getattr(module, "activate_packed", None),
         source=source,
         path=path,
     )
@@ -107,12 +111,14 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
     distinct = list(dict.fromkeys(keys))
     writer = _Writer(fast)
     functions: list[str] = []
+    packed: dict[int, str | None] = {}
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
         if fast:
             functions += writer.scaled_functions("value", i, expression, 1)
             functions += writer.scaled_functions("pair", i, expression, 2)
+            packed[i] = writer.packed_function(i, expression)
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
     if fast:
@@ -122,6 +128,12 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
             _dispatch("activate_pair_scaled", "scaled_pair", "s, scale", "g, dg", heads),
             _dispatch("pair_factors", "factors_of_pair", "scale", "c, d", heads),
         ]
+        if any(packed.values()):
+            functions += [
+                _PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS),
+                *(packed[i] or _rounded_function(i) for i in packed),
+            ]
+            dispatch.append(_dispatch("activate_packed", "packed_value", "s, scale", "g", heads))
     else:
         dispatch += _UNFOLDED
     flavour = "approximate instructions of NVIDIA devices" if fast else "portable operations"
@@ -136,6 +148,42 @@ _PREAMBLES = {
     "triton": "import triton\nimport triton.language as tl" + _PROPAGATE_NAN,
     "gluon": "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as tl" + _PROPAGATE_NAN,
 }
+
+
+# Columns of a tile that `packed` computes in float32. Packed scores are rounded to bfloat16 before the activation and P once more after it:
+# sums over many keys stay well inside the error budget, single ones do not. So sequences of up to this many keys have no packed
+# ones, and longer ones have a share of exact ones.
+EXACT_COLUMNS = 32
+
+_COLUMNS = {"triton": "tl.arange(0, s.shape[1])", "gluon": "tl.arange(0, s.shape[1], tl.SliceLayout(0, s.type.layout))"}
+_PACKING = '''
+@jit
+def both(k):
+    """k in both halves of a register, in bfloat16; the second is rounded so that their mean is nearest to k, lest all scores err alike."""
+    return tl.inline_asm_elementwise(
+        """
+        {{
+        .reg .b16 half;
+        .reg .f32 first, second;
+        cvt.rn.bf16.f32 half, $1;
+        mov.b32 first, {{0, half}};
+        sub.f32 second, $1, first;
+        add.f32 second, second, $1;
+        cvt.rn.bf16x2.f32 $0, second, $1;
+        }}
+        """,
+        "=r,f", [k], dtype=tl.int32, is_pure=True, pack=1,
+    )
+
+
+@jit
+def exact_columns(s):
+    return ({columns} < {exact})[None, :]
+'''.strip()
+
+
+def _rounded_function(number: int) -> str:
+    return f"@jit\ndef packed_value_{number}(s, scale):\n    return scaled_value_{number}(s, scale).to(tl.bfloat16)"
 
 
 # A number becomes a scalar of the device by being assigned.
@@ -336,6 +384,9 @@ _TEMPLATES = {
 }
 
 
+_PACKED = {"mul": "mul.rn", "add": "add.rn", "tanh": "tanh.approx"}
+
+
 class _Writer:
     """Writes functions of one flavour and remembers which helpers they call."""
 
@@ -386,6 +437,44 @@ class _Writer:
         factor_lines = ["@jit", f"def factors_of_{name}_{number}(scale):", *_powers(folded.factors), *factors]
         factor_lines.append(f"    return {', '.join('cd'[:outputs])}")
         return ["\n".join(lines), "\n".join(factor_lines)]
+
+    def packed_function(self, number: int, expression: Expression) -> str | None:
+        """The f of `scaled_functions`, two scores at a time in bfloat16; None where the form is not made for that."""
+        folded = fold(spelled(expression.fast_pair.select(0), fast=True))
+        if not folded.gated:
+            return None
+        constants = dict.fromkeys(x for step in folded.steps for x in step.operands if isinstance(x, Coefficient))
+        # $0 is the result and $1, $2 the scores; an argument comes once for each of them.
+        names: dict[StepOperand, str] = {SCORE: "s"}
+        names.update((x, f"${3 + 2 * i}") for i, x in enumerate(constants))
+        fused = set(folded.fused.values())
+        shown = [i for i in range(len(folded.steps)) if i not in fused]
+        names.update((Ref(i), f"t{place}") for place, i in enumerate(shown[:-1]))
+        names[Ref(shown[-1])] = "$0"
+        temporaries = ", ".join(names[Ref(i)] for i in shown[:-1])
+        lines = ["@jit", f"def packed_value_{number}(s, scale):", *_powers(folded.scalars)]
+        lines += [f"    k{i} = both({_scalar(x)})" for i, x in enumerate(constants)]
+        lines += ["    g = tl.inline_asm_elementwise(", '        """', "        {", f"        .reg .b32 s, {temporaries};"]
+        lines.append("        cvt.rn.bf16x2.f32 s, $2, $1;")
+        for i in shown:
+            step = folded.steps[i]
+            if i in folded.fused:
+                product = folded.steps[folded.fused[i]]
+                (summand,) = [x for x in step.operands if x != Ref(folded.fused[i])]
+                operation, operands = "fma.rn", (*product.operands, summand)
+            else:
+                operation, operands = _PACKED[step.operation], step.operands
+            lines.append(f"        {operation}.bf16x2 {', '.join([names[Ref(i)], *(names[x] for x in operands)])};")
+        arguments = ", ".join(["s", *(f"k{i}" for i in range(len(constants)))])
+        constraints = "=r,f,f" + ",r,r" * len(constants)
+        lines += [
+            "        }",
+            '        """,',
+            f'        "{constraints}", [{arguments}], dtype=tl.bfloat16, is_pure=True, pack=2,',
+            "    )",
+        ]
+        lines.append(f"    return tl.where(exact_columns(s), scaled_value_{number}(s, scale).to(tl.bfloat16), g)")
+        return "\n".join(lines)
 
     def _step(self, folded: Folded, index: int, texts: dict[StepOperand, str]) -> str:
         """The text of a step, the product that it fuses with inside."""

@@ -194,6 +194,26 @@ class Folded:
         used = [x for step in self.steps for x in step.operands if isinstance(x, Coefficient) and x.power]
         return tuple(dict.fromkeys(used))
 
+    @cached_property
+    def gated(self) -> bool:
+        """Whether it is s * tanh(u) + s, where u is s times a positive number or line in s * s: silu, gelu and their like.
+
+        Then u changes by no more than a multiple of what the relative errors of its steps are, and so does f.
+        """
+        if len(self.steps) < 4 or any(isinstance(x, float) for step in self.steps for x in step.operands):
+            return False
+        *inside, tanh, product, total = self.steps
+        last = len(self.steps) - 1
+        return (
+            (total.operation, set(total.operands)) == ("add", {SCORE, Ref(last - 1)})
+            and (product.operation, set(product.operands)) == ("mul", {SCORE, Ref(last - 2)})
+            and (tanh.operation, tanh.operands) == ("tanh", (Ref(last - 3),))
+            and (inside[-1].operation == "mul" and SCORE in inside[-1].operands)
+            and [step.operation for step in inside[:-1]] in ([], ["mul", "mul", "add"])
+            and all(x.number > 0.0 for step in inside for x in step.operands if isinstance(x, Coefficient))
+            and self.outputs == (Ref(last),)
+        )
+
 
 @dataclass(frozen=True)
 class Scaled:

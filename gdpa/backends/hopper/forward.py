@@ -27,8 +27,8 @@ so V(i - 1) is needed with K(i), and both are in stage i % 2 of their buffers. C
 
 Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
 A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
-S and O are fp32. P is rounded to the inputs' dtype once, after the activation; `activate` may leave a factor out that all of P shares,
-`factor`, which O is multiplied with in fp32.
+S and O are fp32. P is rounded to the inputs' dtype once, after the activation, or comes from `activate` so; it may leave a factor out
+that all of P shares, `factor`, which O is multiplied with in fp32.
 """
 
 from triton.experimental import gluon
@@ -164,7 +164,7 @@ def step(
         arrive(TURN + 1 - WHICH, CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s_token])
     arrive(KEYS_EMPTY + stage, ALL)
-    activated = activate(s, scale, head)  # [ROWS, BLOCK_N]
+    activated = activate(s, scale, head)  # [ROWS, BLOCK_N], fp32 or P's dtype
     if MASK_TAIL:
         column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         activated = gl.where((column < keys_left)[None, :], activated, 0.0)

@@ -29,9 +29,12 @@ def join(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def pinned(x):
-    """fp32 x, computed before what comes next in the program. Left alone, the compiler moves it down to its first use, past the point
-    where most registers are live (140 spills), and waits for the product that it should overlap."""
-    return gl.inline_asm_elementwise("// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+    """x, fp32 or 16 bits wide, computed before what comes next in the program. Left alone, the compiler moves it down to its first use,
+    past the point where most registers are live (140 spills), and waits for the product that it should overlap."""
+    if x.dtype == gl.float32:
+        return gl.inline_asm_elementwise("// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+    else:
+        return gl.inline_asm_elementwise("// pinned", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit

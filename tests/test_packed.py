@@ -1,0 +1,132 @@
+"""Activations in packed bfloat16: which have the form, and what the generated steps err, every rounding of theirs made on the CPU."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from gdpa.activations import Activation, activations
+from gdpa.device_source import EXACT_COLUMNS, generate
+
+D = 64
+SCALE = D**-0.5
+EPS = torch.finfo(torch.bfloat16).eps
+
+
+def bf16(x):
+    return x.float().bfloat16().double()
+
+
+def written(key):
+    """The text of the packed function alone; None where there is none."""
+    source = generate((key,), fast=True, frontend="gluon")
+    if "def packed_value_0" not in source:
+        return None
+    return source.split("def packed_value_0(s, scale):\n")[1].split("\n\n\n")[0]
+
+
+def both(number):
+    """What the device function of that name makes of a number: its two roundings."""
+    first = bf16(torch.tensor(number, dtype=torch.float64))
+    return torch.stack([first, bf16(2 * torch.tensor(number, dtype=torch.float64) - first)])
+
+
+def run_steps(text, s, scale):
+    """The assembly of a packed function on the columns of s, rounded after every instruction."""
+    names = {"scale": scale, "scale_2": scale**2, "scale_3": scale**3}
+    constants = [both(eval(x, names)) for x in re.findall(r"k\d+ = both\((.*)\)", text)]
+    halves = torch.arange(s.shape[-1]) % 2
+    values = {f"${3 + 2 * i}": pair[halves] for i, pair in enumerate(constants)}
+    steps = {
+        "mul.rn": lambda a, b: a * b,
+        "add.rn": lambda a, b: a + b,
+        "fma.rn": lambda a, b, c: a * b + c,
+        "tanh.approx": torch.tanh,
+    }
+    for name, arguments in re.findall(r"^ +([a-z.]+)\.bf16x2(?:\.f32)? (.*);$", text, re.MULTILINE):
+        result, *operands = arguments.split(", ")
+        if name == "cvt.rn":
+            assert operands == ["$2", "$1"]
+            values[result] = bf16(s)
+        else:
+            values[result] = bf16(steps[name](*(values[x] for x in operands)))
+    return values["$0"]
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activations_have_a_packed_form(name):
+    assert written(name) is not None
+    copy = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}.get(name)
+    if copy is not None:
+        assert written(Activation(lambda s: copy(s) / 64).key) == written(name), "but for a factor they are the same"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        *(name for name in activations() if name not in ("silu", "gelu", "gelu_tanh")),
+        lambda s: s * torch.tanh(s + 3.0) + s,  # the error of s + 3 is not a share of s
+        lambda s: s * torch.tanh(s * (4.0 - s * s)) + s,  # nor that of 4 - s * s one of itself
+        lambda s: s * s * torch.sigmoid(s),
+        lambda s: s * torch.sigmoid(-s),
+    ],
+    ids=lambda fn: fn if isinstance(fn, str) else fn.__name__,
+)
+def test_others_have_none(fn):
+    assert written(Activation(fn).key) is None
+
+
+def test_heads_without_a_packed_form_round_the_exact_one():
+    source = generate(("relu", "silu"), fast=True, frontend="gluon")
+    assert "def packed_value_0(s, scale):\n    return scaled_value_0(s, scale).to(tl.bfloat16)" in source
+    assert "activate_packed" not in generate(("relu",), fast=True)
+    assert "activate_packed" not in generate(("silu",)), "fp16 and fp32 round finer than these steps"
+
+
+def test_constants_err_less_together_than_alone():
+    for number in torch.logspace(-6, 1, 200, dtype=torch.float64).tolist():
+        assert abs(both(number).mean().item() / number - 1) <= EPS / 4
+
+
+@pytest.mark.parametrize("scale", [SCALE, 1.0, 1e-3])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_the_steps_compute_the_activation(name, scale):
+    x = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([1e4, 1e30, 0.0, -40.0])]).double()
+    s = (x / scale).float().double()
+    result = run_steps(written(name), s, scale) * 0.5 * scale
+    exact = Activation(name)(s * scale)
+    assert torch.isfinite(result).all()
+    # Roundings of the score, of tanh near -1, where the value is small, and of the result.
+    assert ((result - exact).abs() / (s * scale).abs().clamp(min=1e-30)).nan_to_num().max() < 1.5 * EPS
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0], ids=["values around 0", "values around 1"])
+@pytest.mark.parametrize("spread", [0.1, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_problems_of_some_rows_stay_inside_the_budget(name, spread, mean):
+    """Every problem judged as gdpa.numerics judges it; sequences of up to EXACT_COLUMNS keys have no packed scores."""
+    generator = torch.Generator().manual_seed(3)
+    text = written(name)
+    for rows, keys in ((16, EXACT_COLUMNS + 1), (16, 64), (16, 128), (32, 300)):
+        count = 60
+        x = torch.randn(count, rows, keys, generator=generator, dtype=torch.float64) * spread
+        s = (x / SCALE).float().double()
+        v = bf16(torch.randn(count, keys, D, generator=generator) * (0.1 if mean else 1.0) + mean)
+        f = Activation(name)(s * SCALE)
+        truth, ideal = f @ v, bf16(bf16(f) @ v)
+        # The exact columns as fp32 has them, but for the factor.
+        exact, packed = bf16(f / (0.5 * SCALE)), run_steps(text, s, SCALE)
+        p = torch.where(torch.arange(keys) % 128 < EXACT_COLUMNS, exact, packed)
+        result = bf16(p @ v * (0.5 * SCALE))
+
+        def errors(x, truth=truth):
+            difference = (x - truth).flatten(1)
+            return difference.norm(dim=1) / truth.flatten(1).norm(dim=1), difference.abs().amax(1)
+
+        (relative, largest), (relative_best, largest_best) = errors(result), errors(ideal)
+        peak = truth.flatten(1).abs().amax(1)
+        shares = relative / (2 * relative_best.clamp(min=EPS / math.sqrt(12.0))), largest / (2 * largest_best + EPS * peak)
+        assert max(share.max().item() for share in shares) < 1.0, (rows, keys, [share.max() for share in shares])
