@@ -24,7 +24,7 @@ from gdpa.dispatch import check_name
 from gdpa.errors import GdpaError
 from gdpa.train import world as worlds
 from gdpa.train.log import Log
-from gdpa.train.loop import Loop, Outcome
+from gdpa.train.loop import Loop
 from gdpa.train.progress import Display
 from gdpa.train.settings import Folder, Settings
 from gdpa.train.source import Parquet, Source, Synthetic
@@ -42,12 +42,7 @@ MATMUL_ROWS = {"cuda": 8192, "cpu": 1024}
 def train(options: argparse.Namespace, device: torch.device, console: Console) -> int:
     """Exit status: 0, 1 where a loss was not finite, 130 on Ctrl-C, 143 on SIGTERM. GdpaError for what is asked wrongly."""
     with worlds.opened(device) as world, Signals() as signals:
-        try:
-            return _train(options, world, signals, console)
-        except NonFinite as error:
-            if world.first:
-                console.print(f"gdpa train: stopped: {error}. The last checkpoint is from before it.", markup=False, soft_wrap=True)
-            return 1
+        return _train(options, world, signals, console if world.first else Console(quiet=True))
 
 
 def _train(options: argparse.Namespace, world: World, signals: Signals, console: Console) -> int:
@@ -60,26 +55,24 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
         rate = _matmul_rate(world.device, settings.bf16)
         loop = Loop(settings, source, model, world, folder, matmul_rate=rate, stop=lambda: signals.number is not None)
         resumed = options.resume and loop.resume()
-        if world.first:
-            loop.checkpoints.clean()
-            _announce(settings, loop, options, resumed, console)
+        _announce(settings, loop, options, resumed, console)
         log = Log(folder.log, loop.step) if world.first else None
         if log is not None:
+            loop.checkpoints.clean()
             log.write("resume" if resumed else "start", loop.step, **_header(options, settings, source, world))
-        quiet = Console(quiet=True)
-        with Display(console if world.first else quiet, loop.step, settings.steps) as display:
-            outcome = loop.run(log, display)
-        if world.first:
-            assert log is not None
-            _finish(outcome, log, folder, console)
+        try:
+            with Display(console, loop.step, settings.steps) as display:
+                outcome = loop.run(log, display)
+        except NonFinite as error:
+            _close(log, folder, "stopped", loop.step, reason=str(error))
+            _say(console, f"gdpa train: stopped: {error}. The newest checkpoint is from before it.")
+            return 1
         if outcome.scores is None:
-            if world.first:
-                command = _resume_command(options, folder)
-                console.print(f"interrupted after step {outcome.step}; to go on: {command}", markup=False, soft_wrap=True)
+            _close(log, folder, "interrupted", outcome.step)
+            _say(console, f"interrupted after step {outcome.step}; to go on: {_resume_command(options, folder)}")
             return 128 + (signals.number or signal.SIGINT)
-        if world.first:
-            scores = outcome.scores
-            print(f"NE {scores.ne:.4f} AUC {scores.auc:.4f} samples/s {outcome.samples_per_s:.1f}", flush=True)
+        _close(log, folder, "end", outcome.step, **outcome.scores._asdict(), samples_per_s=outcome.samples_per_s)
+        _say(console, f"NE {outcome.scores.ne:.4f} AUC {outcome.scores.auc:.4f} samples/s {outcome.samples_per_s:.1f}")
         return 0
 
 
@@ -194,7 +187,7 @@ def _announce(settings: Settings, loop: Loop, options: argparse.Namespace, resum
     elif options.resume:
         lines.append("there is no checkpoint to resume: starting at the first step")
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        _say(console, line)
 
 
 def _header(options: argparse.Namespace, settings: Settings, source: Source, world: World) -> dict[str, Any]:
@@ -207,14 +200,19 @@ def _header(options: argparse.Namespace, settings: Settings, source: Source, wor
     }
 
 
-def _finish(outcome: Outcome, log: Log, folder: Folder, console: Console) -> None:
-    """The last line of the log, and the picture."""
+def _close(log: Log | None, folder: Folder, event: str, step: int, **facts: Any) -> None:
+    """The last line of the log, and the picture; by the first rank."""
+    if log is None:
+        return
     from gdpa.train import curves  # matplotlib takes a second to import
 
-    if outcome.scores is not None:
-        log.write("end", outcome.step, **outcome.scores._asdict(), samples_per_s=outcome.samples_per_s)
+    log.write(event, step, **facts)
     log.close()
     curves.write(folder.log, folder.curves)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _resume_command(options: argparse.Namespace, folder: Folder) -> str:

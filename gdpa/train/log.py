@@ -3,7 +3,9 @@
     {"event": "start", "step": 0, "command": ..., "config": ..., ...}
     {"event": "steps", "step": 20, "losses": [...the 10 steps before step 20...], "ne": ..., "auc": ..., "samples_per_s": ...}
     {"event": "resume", "step": 40, ...}
-    {"event": "end", "step": 300, "ne": ..., "auc": ..., "samples_per_s": ...}
+    {"event": "end", "step": 300, "ne": ..., "auc": ..., "examples": ..., "samples_per_s": ...}
+
+The last line of a run that did not come to its end is one of "interrupted" or "stopped".
 
 A resumed run drops the lines after its checkpoint: the losses in the file are those of one run, however often it was stopped.
 """
@@ -18,13 +20,16 @@ from typing import Any, TextIO
 
 from gdpa.errors import GdpaError
 
+ENDS = ("end", "interrupted", "stopped")
+
 
 class Log:
     """The file, open at its end."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
         """Open the file of a run that goes on from `step`."""
-        kept = [line for line in lines(path) if line["event"] != "end" and line["step"] <= step] if step and path.exists() else []
+        old = lines(path) if step and path.exists() else []
+        kept = [line for line in old if line["event"] not in ENDS and line["step"] <= step]
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text("".join(_text(line) for line in kept))
         os.replace(partial, path)

@@ -6,6 +6,7 @@ them the losses, are those of one process up to the order of sums. A GPU is wait
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ class Loop:
             return False
         found = read_state(path)
         check_same(path, "config", found["config"], self.settings.identity())
-        check_same(path, "schema", found["schema"], self.source.schema.to_json())
+        check_same(path, "schema", found["schema"], json.loads(self.source.schema.to_json()))
         check_same(path, "data", found["data"], self.source.facts)
         state.restore(path, self.model, self.updates, self.world)
         self.step = self._saved_step = found["step"]
@@ -106,9 +107,13 @@ class Loop:
                 self.step += 1
                 self._clock.count(examples, tokens)
                 display.step(self.step)
-                reads = self.step % settings.log_every == 0 or self.step == settings.steps
-                if world.device.type == "cpu" or reads:  # a GPU would have to be waited for
+                saves = self.step % settings.checkpoint_every == 0
+                # A line of the log ends where a checkpoint is, so that a run that goes on from it has every loss.
+                reads = self.step % settings.log_every == 0 or self.step == settings.steps or saves
+                looks = reads or world.device.type == "cpu"  # a GPU would have to be waited for
+                if looks or world.group is None:
                     stopped = self._asked_to_stop()
+                if looks or stopped:
                     self.updates.check()
                 if reads or stopped:
                     reading = self._read(window, losses, host_batch)
@@ -117,7 +122,7 @@ class Loop:
                     display.read(reading)
                     losses, norms = [], []
                     self._clock.start()
-                if self.step % settings.checkpoint_every == 0:
+                if saves:
                     self._clock.stop()
                     self.save()
                     self._clock.start()
@@ -185,7 +190,7 @@ class Loop:
         facts = {
             "step": self.step,
             "config": self.settings.identity(),
-            "schema": self.source.schema.to_json(),
+            "schema": json.loads(self.source.schema.to_json()),
             "data": self.source.facts,
         }
         with self.checkpoints.writing(self.step, facts, self.world) as folder:
@@ -193,11 +198,13 @@ class Loop:
         self._saved_step = self.step
 
     @torch.no_grad()
-    def evaluate(self) -> metrics.Scores:
-        """The scores of the held-out batches, over all ranks."""
+    def evaluate(self) -> metrics.Scores | None:
+        """The scores of the held-out batches, over all ranks; None where `stop` says so on the way."""
         self.model.eval()
         logits, labels = [torch.zeros(0)], [torch.zeros(0)]
         for batch in self._held_out():
+            if self._asked_to_stop():
+                return None
             logits.append(self._logits(batch).float().cpu())
             labels.append(batch.labels.cpu())
         self.model.train()

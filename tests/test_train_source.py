@@ -1,0 +1,178 @@
+"""Where batches come from: every position gives the batches that an uninterrupted run would see, and held-out ones are never among them."""
+
+import threading
+import time
+from itertools import islice
+
+import pytest
+import torch
+
+from gdpa.data import parquet
+from gdpa.data.schema import Batch, concatenate
+from gdpa.data.synthetic import SyntheticClicks
+from gdpa.errors import GdpaError
+from gdpa.train import source
+from gdpa.train.source import Parquet, Prefetch, Synthetic, share
+
+
+def keys(batches):
+    """What tells an example: its dense features."""
+    return [tuple(row) for batch in batches for row in batch.dense.tolist()]
+
+
+@pytest.fixture(scope="module")
+def clicks():
+    return SyntheticClicks(20, seed=3, median_length=3, max_length=6)
+
+
+@pytest.fixture
+def folder(tmp_path, clicks):
+    """Two files of 60 and 40 examples in row groups of 12."""
+    path = tmp_path / "data"
+    path.mkdir()
+    parquet.write(path / "a.parquet", (clicks.batch(index) for index in range(3)), clicks.schema, row_group=12)
+    parquet.write(path / "b.parquet", (clicks.batch(index) for index in range(3, 5)), clicks.schema, row_group=12)
+    return path
+
+
+def test_synthetic_batches_are_the_generators_from_any_position_on(clicks):
+    for workers in (1, 3):
+        made = Synthetic(20, seed=3, median_length=3, max_length=6, workers=workers)
+        for start in (0, 2):
+            for index, batch in enumerate(islice(made.batches(start), 4)):
+                assert batch.dense.equal(clicks.batch(start + index).dense)
+
+
+def test_synthetic_batches_end_before_the_ones_held_out(monkeypatch, clicks):
+    monkeypatch.setattr(source, "HELD_OUT", 4)
+    made = Synthetic(20, seed=3, median_length=3, max_length=6, workers=3)
+    held = list(made.held_out(2))
+    assert [batch.dense.tolist() for batch in held] == [clicks.batch(index).dense.tolist() for index in (4, 5)]
+    batches = made.batches(1)
+    assert keys(islice(batches, 3)) == keys(clicks.batch(index) for index in (1, 2, 3))
+    with pytest.raises(GdpaError, match="steps: expected at most 4 on synthetic data, since the batches after them are held out"):
+        next(batches)
+
+
+def test_an_epoch_has_every_training_row_once_and_no_row_that_is_held_out(folder):
+    made = Parquet(folder, 8, seed=1)
+    held = keys(made.held_out(1000))
+    everything = keys(parquet.ParquetReader(path, 1000).batches().__next__() for path in sorted(folder.iterdir()))
+    # 100 rows; a tenth is 10, and the last row group of b.parquet has 40 % 12 = 4, the one before it 12.
+    assert held == everything[-16:]
+    assert made.rows == 84
+    per_epoch = 84 // 8
+    first, second = (keys(islice(made.batches(epoch * per_epoch), per_epoch)) for epoch in (0, 1))
+    for epoch in (first, second):
+        assert len(set(epoch)) == len(epoch) == 80
+        assert set(epoch) <= set(everything[:-16])
+    assert first != second
+    assert set(first) != set(second)  # what is left over is not always the same
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 9, 10, 11, 25])
+def test_a_position_in_parquet_files_gives_the_batches_that_an_uninterrupted_run_sees(folder, start):
+    made = Parquet(folder, 8, seed=1)
+    assert keys(islice(made.batches(start), 6)) == keys(islice(made.batches(0), start, start + 6))
+    assert keys(islice(made.batches(0), 6)) != keys(islice(Parquet(folder, 8, seed=2).batches(0), 6))
+
+
+def test_a_file_is_read_as_a_folder_with_it(folder):
+    made = Parquet(folder / "a.parquet", 8, seed=1)
+    assert made.rows == 48
+    assert set(made.facts["row_groups"]) == {"a.parquet"}
+    assert all(len(batch) == 8 for batch in islice(made.batches(0), 20))
+
+
+def test_what_cannot_be_trained_on_is_refused_with_its_reason(folder, tmp_path, clicks):
+    with pytest.raises(GdpaError, match="--data: expected 'synthetic', a Parquet file or a folder of them, got .*none.parquet"):
+        Parquet(tmp_path / "none.parquet", 8, seed=0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(GdpaError, match=r"--data: expected a folder with \*.parquet files, got .*empty' without any"):
+        Parquet(tmp_path / "empty", 8, seed=0)
+    with pytest.raises(
+        GdpaError, match=r"--batch-size: expected at most 84, the training examples in .* \(16 are held out\), got 85"
+    ):
+        Parquet(folder, 85, seed=0)
+    parquet.write(tmp_path / "one.parquet", [clicks.batch(0)], clicks.schema)
+    with pytest.raises(
+        GdpaError, match="expected at least two row groups, of which the last are held out for the evaluation, got 1"
+    ):
+        Parquet(tmp_path / "one.parquet", 8, seed=0)
+    (tmp_path / "text.parquet").write_text("not Parquet")
+    with pytest.raises(GdpaError, match=r"text.parquet: expected a Parquet file, which this is not"):
+        Parquet(tmp_path / "text.parquet", 8, seed=0)
+    other = SyntheticClicks(20, seed=3, dense=5)
+    parquet.write(folder / "c.parquet", [other.batch(0)], other.schema)
+    with pytest.raises(GdpaError, match=r"c.parquet: expected the schema"):
+        Parquet(folder, 8, seed=0)
+
+
+def test_an_id_beyond_the_vocabulary_stops_the_training_with_its_row_and_column(folder, tmp_path):
+    """A file whose vocabulary is larger than that of the first one of its folder."""
+    larger = SyntheticClicks(20, seed=3, items=4096, median_length=3, max_length=6)
+    parquet.write(folder / "c.parquet", [larger.batch(0)], larger.schema, row_group=4)
+    made = Parquet(folder, 8, seed=0)
+    with pytest.raises(
+        GdpaError, match=r"c.parquet: row \d+, column '(sparse_ad|history_item)': expected an id from 0 to 511, got"
+    ):
+        list(islice(made.batches(0), 12))
+
+
+def test_some_row_groups_are_read_as_if_the_file_had_no_others(folder):
+    whole = concatenate(list(parquet.ParquetReader(folder / "a.parquet", 8)))
+    reader = parquet.ParquetReader(folder / "a.parquet", 8, row_groups=range(1, 3))
+    assert (reader.rows, len(reader), reader.group_rows) == (24, 3, (12,) * 5)
+    assert keys(reader) == keys([whole.rows(12, 36)])
+    assert sorted(keys(reader.batches(shuffle=5))) == sorted(keys([whole.rows(12, 36)]))
+    with pytest.raises(GdpaError, match="row_groups: expected some of the 5 row groups"):
+        parquet.ParquetReader(folder / "a.parquet", 8, row_groups=range(4, 6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_the_ranks_shares_make_up_the_batch(clicks, ranks):
+    batch = clicks.batch(0)
+    shares = [share(batch, rank, ranks) for rank in range(ranks)]
+    joined = concatenate(shares)
+    assert all(getattr(joined, name).equal(getattr(batch, name)) for name in ("labels", "dense", "sparse"))
+    assert joined.history.items.equal(batch.history.items) and joined.history.offsets.equal(batch.history.offsets)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert isinstance(shares[0], Batch)
+
+
+def test_batches_made_ahead_come_in_order_and_an_error_comes_with_them():
+    def items():
+        yield from range(10)
+        raise GdpaError("the end of the file is missing")
+
+    with Prefetch(items(), lambda item: item * item) as made:
+        found = [next(made) for _ in range(10)]
+        with pytest.raises(GdpaError, match="the end of the file is missing"):
+            next(made)
+    assert found == [item * item for item in range(10)]
+    with Prefetch(iter([1, 2])) as made:
+        assert list(made) == [1, 2]
+
+
+def test_nothing_is_made_after_the_last_batch_is_taken():
+    made, closed = [], threading.Event()
+
+    def items():
+        try:
+            for item in range(10**9):
+                made.append(item)
+                yield item
+        finally:
+            closed.set()
+
+    with Prefetch(items()) as batches:
+        assert next(batches) == 0
+    assert closed.wait(5)
+    count = len(made)
+    time.sleep(0.05)
+    assert len(made) == count <= source.AHEAD + 3
+
+
+def test_a_batch_for_the_cpu_is_not_copied(clicks):
+    batch = clicks.batch(0)
+    assert source.pinned(batch, torch.device("cpu")) is batch
