@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.multiprocessing
-from helpers import (
-    Block,
-    offsets_of,
-)
+from helpers import Block, offsets_of
+from ranks import needs_gloo, run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 def rank_batch(rank: int) -> tuple[Tensor, Tensor]:
@@ -20,30 +17,20 @@ def rank_batch(rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(lengths), 16, generator=generator), offsets_of(lengths)
 
 
-def train_worker(rank: int, folder: str, kind: str) -> None:
-    """One rank: a step of a two-layer model whose gradients are averaged over the ranks; rank 0 saves them."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def gradients_on_ranks(rank: int, kind: str) -> list[Tensor]:
+    """A backward pass of a two-layer model whose gradients are averaged over the ranks."""
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList([Block(), Block()])
     if kind == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(Chain(blocks))
     else:
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (2,))
         for block in blocks:
             fully_shard(block, mesh=mesh)
         model = fully_shard(Chain(blocks), mesh=mesh)
     x, offsets = rank_batch(rank)
     model(x, offsets).square().sum().backward()
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-    if rank == 0:
-        torch.save(grads, f"{folder}/grads.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
 
 
 class Chain(torch.nn.Module):
@@ -57,14 +44,14 @@ class Chain(torch.nn.Module):
         return x
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@needs_gloo
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_distributed_gradients_are_the_mean_over_the_ranks(kind, tmp_path: Path):
-    torch.multiprocessing.spawn(train_worker, args=(str(tmp_path), kind), nprocs=2)
+def test_distributed_gradients_are_the_mean_over_the_ranks(kind: str):
     torch.manual_seed(0)
     model = Chain(torch.nn.ModuleList([Block(), Block()]))
     for rank in range(2):
         x, offsets = rank_batch(rank)
         (model(x, offsets).square().sum() / 2).backward()
-    for grad, parameter in zip(torch.load(tmp_path / "grads.pt"), model.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad)
+    for grads in run_ranks(gradients_on_ranks, kind):
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)

@@ -32,8 +32,9 @@ class ShardedTable(nn.Module):
     others: in the forward pass and in the backward.
 
     Attributes:
-        weight: (rows, width), a DTensor parameter placed Shard(0). Its gradient is one too; with `sparse`, the local part of the
-            gradient is a sparse tensor of the rows that any rank asked for.
+        weight: (rows, width), a DTensor parameter placed Shard(0). Its gradient is one too. With `sparse`, the local part of the
+            gradient is a sparse tensor of the rows that any rank asked for, which torch's optimisers do not take; look at it by
+            `to_local()` under torch.no_grad().
 
     Forward:
         ids: integers of any shape -> (*ids.shape, width), bitwise the rows of the undivided table.
