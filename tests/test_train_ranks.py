@@ -1,0 +1,89 @@
+"""`gdpa train` under torchrun: two ranks of gloo give the losses of one, and a run goes on on another number of ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import clean_env
+
+from gdpa import cli
+from gdpa.data import parquet
+from gdpa.data.synthetic import SyntheticClicks
+from gdpa.train import log as logs
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+SMALL = ["train", "--device", "cpu", "--batch-size", "6", "--log-every", "2", "--checkpoint-every", "100"]
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """31 examples, 7 of them held out: with a batch of 6, the last held-out batch has one, and the first rank none of it."""
+    clicks = SyntheticClicks(31, median_length=5, max_length=12)
+    path = tmp_path_factory.mktemp("data") / "clicks.parquet"
+    parquet.write(path, [clicks.batch(0)], clicks.schema, row_group=24)
+    return path
+
+
+def test_two_ranks_give_the_losses_of_one_and_a_run_goes_on_on_any_number_of_them(tmp_path, data, capsys):
+    """Three steps with DDP, two with FSDP, one alone: the same run as six steps of one rank, but for the order of sums. The first losses
+    differ by a few float32 roundings; a step of AdamW may turn one in a gradient near zero into one of the learning rate in a
+    weight, which is why the last ones are compared less closely."""
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    here = [*SMALL, "--data", str(data), "--out", str(together)]
+    # Both runs in one launch: each process imports torch once.
+    script = tmp_path / "both.py"
+    script.write_text(
+        "from gdpa import cli\n"
+        f"assert cli.main({[*here, '--steps', '3']!r}) == 0\n"
+        f"assert cli.main({[*here, '--steps', '5', '--parallel', 'fsdp', '--resume']!r}) == 0\n"
+    )
+    done = subprocess.run([*TWO_RANKS, str(script)], env=clean_env(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks, ddp" in done.stdout and "2 ranks, fsdp" in done.stdout and "resumed after step 3 of 5" in done.stdout
+    assert sum(line.startswith("NE ") for line in done.stdout.splitlines()) == 2, "the first rank alone prints"
+    shards = sorted(path.name for path in (together / "checkpoints" / "step-00000005").glob("*.safetensors"))
+    assert shards == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert cli.main([*here, "--steps", "6", "--resume"]) == 0
+    assert cli.main([*SMALL, "--data", str(data), "--out", str(alone), "--steps", "6"]) == 0
+    torch.set_num_threads(threads)
+    assert "resumed after step 5 of 6" in capsys.readouterr().out
+    found, expected = logs.losses(together / "log.jsonl"), logs.losses(alone / "log.jsonl")
+    assert len(found) == len(expected) == 6
+    assert found[:2] == pytest.approx(expected[:2], rel=8 * torch.finfo(torch.float32).eps)
+    assert found == pytest.approx(expected, rel=1e-4)
+    first, second = (logs.lines(folder / "log.jsonl")[-1] for folder in (together, alone))
+    assert first["ne"] == pytest.approx(second["ne"], rel=1e-3)
+    assert (first["examples"], second["examples"]) == (7, 7)
+
+
+def test_ctrl_c_of_torchrun_writes_one_checkpoint_of_all_ranks(tmp_path, data):
+    folder, output = tmp_path / "run", tmp_path / "output"
+    words = [*TWO_RANKS, "-m", "gdpa", *SMALL, "--out", str(folder), "--data", str(data), "--steps", "1000000"]
+    with output.open("w") as file:
+        # A session of its own: the signal goes to torchrun and both ranks, as a terminal sends it.
+        process = subprocess.Popen(words, env=clean_env(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 120
+            while '"steps"' not in ((folder / "log.jsonl").read_text() if (folder / "log.jsonl").exists() else ""):
+                assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert "interrupted after step" in output.read_text()
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert checkpoint.name == f"step-{state['step']:08d}"
+    assert len(logs.losses(folder / "log.jsonl")) == state["step"]
