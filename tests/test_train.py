@@ -353,12 +353,14 @@ def reading(step):
 
 
 def test_a_terminal_shows_a_bar_and_anything_else_a_line_now_and_then():
-    figures = ("NE 0.9512", "AUC 0.7123", "12.3k samples/s", "2.35M tokens/s", "MFU 12.3 %")
-    screen = io.StringIO()
-    with Display(Console(file=screen, force_terminal=True, width=160), 0, 100) as display:
-        display.step(1)
-        display.read(reading(10))
-    assert all(figure in screen.getvalue() for figure in figures) and "10/100" in screen.getvalue()
+    figures = ("NE 0.9512", "AUC 0.7123", "12.3k samples/s", "2.35M tokens/s", "MFU 12.3%")
+    for width in (80, 160):
+        screen = io.StringIO()
+        with Display(Console(file=screen, force_terminal=True, width=width, color_system=None), 0, 100) as display:
+            display.step(1)
+            display.read(reading(10))
+        assert all(figure in screen.getvalue() for figure in (*figures, " 10/100"))
+        assert ("━" in screen.getvalue()) == (width == 160)
     plain, now = io.StringIO(), iter([0.0, 1.0, 6.0, 6.1])
     with Display(Console(file=plain, width=80), 0, 100, clock=lambda: next(now)) as display:
         for step in (10, 20, 30, 100):
@@ -374,7 +376,7 @@ def test_the_picture_has_the_three_curves_and_the_held_out_scores(whole):
     assert [axis.get_title(loc="left").split()[0] for axis in figure.axes] == ["NE", "AUC", "samples/s"]
     end = logs.lines(whole / "log.jsonl")[-1]
     texts = [text.get_text() for axis in figure.axes[:2] for text in axis.get_legend().get_texts()]
-    assert f"held out: {end['ne']:.4f}" in texts and f"held out: {end['auc']:.4f}" in texts
+    assert f"held out, at the end: {end['ne']:.4f}" in texts and f"held out, at the end: {end['auc']:.4f}" in texts
     assert curves.figure([]).axes  # a run that was stopped before its first line
 
 

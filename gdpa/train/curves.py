@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 
 from gdpa.train.log import lines
 
+# From so many readings on, a running mean says more than they do.
+MANY = 20
 INK, TRAINING, HELD_OUT, PALE = "#333333", "#0b5fa5", "#b3261e", "#a9c6df"
 
 
@@ -41,28 +43,32 @@ def figure(found: list[dict[str, Any]]) -> Figure:
         _curve(axis, steps, [_number(line.get(key)) for line in readings])
         axis.set_title(f"{label}   ({better})", loc="left", fontsize=10, color=INK)
         if end is not None and key != "samples_per_s" and end.get(key) is not None:
-            axis.axhline(end[key], color=HELD_OUT, linewidth=1.2, linestyle=(0, (4, 2)), label=f"held out: {end[key]:.4f}")
-            axis.legend(loc="upper right" if key == "ne" else "lower right", fontsize=8, frameon=False)
+            axis.axhline(
+                end[key], color=HELD_OUT, linewidth=1.2, linestyle=(0, (4, 2)), label=f"held out, at the end: {end[key]:.4f}"
+            )
+        axis.legend(loc="upper right" if key == "ne" else "lower right", fontsize=8, frameon=False)
         _style(axis)
     axes[2].set_ylim(bottom=0)
+    axes[2].set_xlim(left=0)
     axes[2].set_xlabel("step", fontsize=9, color=INK)
     return result
 
 
 def _curve(axis: Axes, steps: list[int], values: list[float]) -> None:
-    """The readings pale, and their running mean over a tenth of the run strong."""
-    axis.plot(steps, values, color=PALE, linewidth=1.0, label="training batches, as read" if len(steps) > 1 else None)
-    if not steps:
+    """The readings; where they are many, pale, and their running mean over a tenth of the run strong."""
+    if len(steps) < MANY:
+        axis.plot(steps, values, color=TRAINING, linewidth=1.8, marker="o", markersize=3, label="training batches")
         return
-    smooth, reach = [], max(1, len(values) // 20)
+    axis.plot(steps, values, color=PALE, linewidth=1.0, label="training batches")
+    smooth, reach = [], len(values) // 20
     for place in range(len(values)):
         near = [value for value in values[max(0, place - reach) : place + reach + 1] if value == value]
         smooth.append(sum(near) / len(near) if near else math.nan)
-    axis.plot(steps, smooth, color=TRAINING, linewidth=1.8, label="training batches, running mean")
+    axis.plot(steps, smooth, color=TRAINING, linewidth=1.8, label="their running mean")
     known = sorted(value for value in values if value == value)
-    if len(known) >= 20:
+    if known:
         # The first readings of NE may be far above the others, which would press these onto one line.
-        low, high = known[0], known[int(0.95 * len(known))]
+        low, high = known[0], known[int(0.95 * (len(known) - 1))]
         margin = 0.15 * (high - low) or 0.01
         axis.set_ylim(low - margin, high + margin)
 

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # Lines of a run that is not shown in a terminal come no faster than this.
 LINE_SECONDS = 5.0
+# Narrower terminals have no room for the bar itself and the time left beside the figures.
+WIDE = 110
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Reading:
     mfu: float | None  # model FLOPs / time / the rate of a large matrix product here; None where that rate is not known
 
     def text(self) -> str:
-        mfu = "" if self.mfu is None else f"  MFU {_share(self.mfu)}"
-        return f"NE {self.ne:.4f}  AUC {self.auc:.4f}  {_amount(self.samples_per_s)} samples/s  {_amount(self.tokens_per_s)} tokens/s{mfu}"
+        parts = [f"NE {self.ne:.4f}", f"AUC {self.auc:.4f}"]
+        parts += [f"{_amount(self.samples_per_s)} samples/s", f"{_amount(self.tokens_per_s)} tokens/s"]
+        return " ".join(parts if self.mfu is None else [*parts, f"MFU {_share(self.mfu)}"])
 
 
 class Display:
@@ -39,8 +42,11 @@ class Display:
         self._last_line = -math.inf
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console)
+            figures = (MofNCompleteColumn(), TextColumn("{task.description}"))
+            wide = console.width >= WIDE
+            self._bar = Progress(
+                *((BarColumn(bar_width=20), *figures, TimeRemainingColumn()) if wide else figures), console=console
+            )
             self._task = self._bar.add_task("starting", total=steps, completed=start)
 
     def __enter__(self) -> Display:
@@ -80,4 +86,4 @@ def _amount(number: float) -> str:
 
 
 def _share(part: float) -> str:
-    return f"{100 * part:.1f} %" if part >= 0.001 else f"{100 * part:.1g} %"
+    return f"{100 * part:.1f}%" if part >= 0.001 else f"{100 * part:.1g}%"
