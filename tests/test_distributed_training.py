@@ -122,7 +122,17 @@ def train_on_ranks(rank: int, folder: str) -> dict[str, Any]:
             "gradients": training.gradients,
             "tensors": {key: whole(value.detach()) for key, value in training.tensors().items()},
         }
+    # One example for two ranks: the second has none, and takes part all the same.
+    training = Training("kunlun", "ddp")
+    batch = CLICKS.batch(0).rows(rank, 1)
+    (2 * summed_loss(training.called(batch), batch)).backward()
+    training.note_gradients(0)
+    found["one example"] = training.gradients
     return found
+
+
+def summed_loss(logits: Tensor, batch: Batch) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
 
 
 def resume_on_ranks(rank: int, folder: str) -> dict[str, list[float]]:
@@ -183,6 +193,16 @@ def test_two_ranks_give_the_losses_of_one(case: str, two_ranks: list[dict[str, A
         # in which autograd adds up what several consumers of a tensor send back.
         for key, gradient in halves.gradients.items():
             torch.testing.assert_close(result["gradients"][key], gradient, rtol=1e-4, atol=1e-6 * largest, msg=key)
+
+
+def test_a_rank_without_examples_changes_nothing(two_ranks: list[dict[str, Any]]):
+    training = Training("kunlun", None)
+    batch = CLICKS.batch(0).rows(0, 1)
+    summed_loss(training.model(batch), batch).backward()
+    training.note_gradients(0)
+    for found in two_ranks:
+        for key, gradient in training.gradients.items():
+            assert torch.equal(found["one example"][key], gradient), key
 
 
 def test_one_rank_goes_on_from_two(two_ranks: list[dict[str, Any]], saved: Path):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +47,8 @@ def parallelize(model: Any, mesh: DeviceMesh, dense: Literal["ddp", "fsdp"] = "d
         _same_everywhere(model.dense, mesh)
         for layer in _layers(model.dense):
             fully_shard(layer, mesh=mesh)
+        # The logits are a view, and an in-place operation on a view would drop the hook that fully_shard puts on its output.
+        model.dense.register_forward_hook(_copied)
         fully_shard(model.dense, mesh=mesh)
         return model  # type: ignore[no-any-return]
     # DDP wraps the whole model, so that its parameters keep their names. It leaves the tables' gradients to the tables; buffers are
@@ -54,6 +56,10 @@ def parallelize(model: Any, mesh: DeviceMesh, dense: Literal["ddp", "fsdp"] = "d
     left_alone = [f"tables.{name}" for name, _ in model.tables.named_parameters()] + [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_alone)
     return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def _copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.clone()
 
 
 def _same_everywhere(module: nn.Module, mesh: DeviceMesh) -> None:
