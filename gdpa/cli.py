@@ -145,6 +145,7 @@ def _train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     what.add_argument("--model", default="kunlun", metavar="NAME", help="kunlun (default) or interformer")
     what.add_argument("--preset", default="tiny", metavar="NAME", help="tiny (default), small or gem-block")
     what.add_argument("--data", default="synthetic", metavar="PATH", help="synthetic (default), a Parquet file or a folder of them")
+    what.add_argument("--schema", type=Path, metavar="FILE", help="JSON, for Parquet files that do not hold their own")
     what.add_argument("--no-history", action="store_true", help="empty every history: what is learned without them")
     what.add_argument("--steps", type=_positive, help="the last step (default: the preset's)")
     what.add_argument("--batch-size", type=_positive, help="examples of a step, over all ranks (default: the preset's)")

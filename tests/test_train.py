@@ -42,9 +42,12 @@ LAST_LINE = re.compile(r"NE (\d\.\d{4}) AUC (\d\.\d{4}) samples/s (\d+\.\d)")
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_in_one_thread(monkeypatch):
-    """Sums are bitwise the same in one thread as in a subprocess of one; the yardstick of MFU does not matter here."""
+def _quick_and_in_one_thread(monkeypatch, request):
+    """Sums are bitwise the same in one thread as in a subprocess of one; the yardstick of MFU and the picture, which takes half a
+    second, do not matter to most tests."""
     monkeypatch.setitem(command.MATMUL_ROWS, "cpu", 32)
+    if "picture" not in request.node.name:
+        monkeypatch.setattr(curves, "write", lambda log, path: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -278,6 +281,28 @@ def test_histories_are_cut_to_what_the_preset_uses(tmp_path):
     assert found[0] == found[1]
 
 
+def test_files_that_do_not_hold_their_schema_are_read_with_the_one_given(tmp_path, capsys):
+    import pyarrow.parquet as pq
+
+    clicks = SyntheticClicks(8, median_length=3, max_length=6)
+    path, schema = tmp_path / "bare.parquet", tmp_path / "schema.json"
+    parquet.write(path, [clicks.batch(index) for index in range(3)], clicks.schema, row_group=8)
+    pq.write_table(pq.read_table(path).replace_schema_metadata(None), path, row_group_size=8)
+    run(tmp_path / "without", "--data", str(path), status=2)
+    assert "expected a schema in the file's metadata or as an argument, got neither" in capsys.readouterr().err
+    schema.write_text(clicks.schema.to_json())
+    run(tmp_path / "with", "--data", str(path), "--schema", str(schema), "--steps", "1")
+
+
+def test_out_of_memory_is_said_with_the_batch_size(monkeypatch, tmp_path, capsys):
+    def full(loop):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    at_step(monkeypatch, 1, full)
+    run(tmp_path / "run", status=2)
+    assert "--batch-size: expected one that cpu has memory for, got 8: CUDA out of memory" in capsys.readouterr().err
+
+
 def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, capsys, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
@@ -288,6 +313,9 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
         (["--data", str(tmp_path / "none.parquet")], "--data: expected 'synthetic', a Parquet file or a folder of them, got"),
         (["--data", str(file)], "expected a Parquet file, which this is not"),
         (["--backend", "cuda"], "cuda"),
+        (["--schema", str(file)], "--schema: expected with --data PATH alone, since synthetic data have their own"),
+        (["--data", "x", "--schema", str(tmp_path / "none.json")], "--schema: expected a file that can be read, got"),
+        (["--data", "x", "--schema", str(file)], "--schema: " + str(file) + ": schema: expected the JSON text of a schema"),
         (["--dtype", "fp16"], "--dtype: expected bf16 or fp32"),
         (["--dtype", "bf16"], "--dtype: expected one that this CPU computes in, got bf16, and torch.matmul in bfloat16 ends"),
         (["--parallel", "tp"], "--parallel: expected one of ddp, fsdp, got 'tp'"),

@@ -20,6 +20,7 @@ from rich.console import Console
 from gdpa import models
 from gdpa.bench import machine
 from gdpa.bench.plain import broken_cpu_products
+from gdpa.data.schema import Schema
 from gdpa.dispatch import check_name
 from gdpa.errors import GdpaError
 from gdpa.train import world as worlds
@@ -67,6 +68,10 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
             _close(log, folder, "stopped", loop.step, reason=str(error))
             _say(console, f"gdpa train: stopped: {error}. The newest checkpoint is from before it.")
             return 1
+        except torch.OutOfMemoryError as error:
+            raise GdpaError(
+                f"--batch-size: expected one that {world.device} has memory for, got {settings.batch_size}: {error}"
+            ) from error
         if outcome.scores is None:
             _close(log, folder, "interrupted", outcome.step)
             _say(console, f"interrupted after step {outcome.step}; to go on: {_resume_command(options, folder)}")
@@ -106,7 +111,9 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
 
 def _source(options: argparse.Namespace, settings: Settings, device: torch.device) -> Source:
     if options.data != "synthetic":
-        return Parquet(Path(options.data), settings.batch_size, seed=settings.seed)
+        return Parquet(Path(options.data), settings.batch_size, seed=settings.seed, schema=_schema(options.schema))
+    if options.schema is not None:
+        raise GdpaError(f"--schema: expected with --data PATH alone, since synthetic data have their own, got {options.schema}")
     longest = settings.config.max_history
     return Synthetic(
         settings.batch_size,
@@ -115,6 +122,18 @@ def _source(options: argparse.Namespace, settings: Settings, device: torch.devic
         max_length=longest,
         workers=WORKERS if device.type == "cuda" else 1,
     )
+
+
+def _schema(path: Path | None) -> Schema | None:
+    """The schema in a file of its JSON text."""
+    if path is None:
+        return None
+    try:
+        return Schema.from_json(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise GdpaError(f"--schema: expected a file that can be read, got {path}: {error}") from None
+    except GdpaError as error:
+        raise GdpaError(f"--schema: {path}: {error}") from None
 
 
 def _folder(options: argparse.Namespace, world: World) -> Folder:

@@ -36,8 +36,11 @@ class Log:
         self._file: TextIO = path.open("a")
 
     def write(self, event: str, step: int, **facts: Any) -> None:
-        self._file.write(_text({"event": event, "step": step, **facts}))
-        self._file.flush()
+        try:
+            self._file.write(_text({"event": event, "step": step, **facts}))
+            self._file.flush()
+        except OSError as error:
+            raise GdpaError(f"{self._file.name}: the line of step {step} could not be written: {error}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -81,9 +81,11 @@ class Loop:
     def resume(self) -> bool:
         """Go on from the newest checkpoint; False where there is none."""
         path = self.checkpoints.latest()
-        if path is None:
+        if self.world.any(path is None):
             return False
-        found = read_state(path)
+        assert path is not None
+        # One rank reads and checks all files; the others would read the same bytes again.
+        found = self.world.from_first(read_state(path) if self.world.first else None)
         check_same(path, "config", found["config"], self.settings.identity())
         check_same(path, "schema", found["schema"], json.loads(self.source.schema.to_json()))
         check_same(path, "data", found["data"], self.source.facts)

@@ -77,9 +77,10 @@ class Synthetic:
 
 
 class Parquet:
-    """The rows of Parquet files of one schema. Row groups and the rows within each are mixed anew in every epoch."""
+    """The rows of Parquet files of one schema, that of the first file where none is given. Row groups and the rows within each are mixed
+    anew in every epoch."""
 
-    def __init__(self, path: Path, batch_size: int, *, seed: int) -> None:
+    def __init__(self, path: Path, batch_size: int, *, seed: int, schema: Schema | None = None) -> None:
         self._batch_size, self._seed = batch_size, seed
         if not path.exists():
             raise GdpaError(
@@ -88,7 +89,7 @@ class Parquet:
         files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         if not files:
             raise GdpaError(f"--data: expected a folder with *.parquet files, got {str(path)!r} without any")
-        whole = [ParquetReader(files[0], batch_size)]
+        whole = [ParquetReader(files[0], batch_size, schema=schema)]
         self.schema = whole[0].schema
         whole += [ParquetReader(file, batch_size, schema=self.schema) for file in files[1:]]
         rows = sum(reader.rows for reader in whole)
