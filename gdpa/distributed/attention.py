@@ -31,7 +31,8 @@ from gdpa.errors import GdpaError
 
 Part = Literal["heads", "batch", "whole"]
 
-_ACTIVATIONS = 5  # the place of `activations` among the operators' options: two offsets, out_scale, two lengths before it
+# The place of the activations among the operators' options, which come after q, k, v.
+_ACTIVATIONS = [argument.name for argument in torch.ops.gdpa.forward.default._schema.arguments].index("activations") - 3
 
 
 def _common_mesh(tensors: dict[str, Any]) -> DeviceMesh:
@@ -111,15 +112,16 @@ def _run(operator: Any, d_out: tuple[DTensor, ...], q: Any, k: Any, v: Any, opti
     """The operator on this rank's parts, and what the mesh dimensions divide."""
     names = dict(zip(("q", "k", "v", "d_out"), (q, k, v, *d_out), strict=False))
     mesh = _common_mesh(names)
-    cu_seqlens_q, cu_seqlens_k, out_scale, *rest = options
+    cu_seqlens_q, cu_seqlens_k, out_scale = options[:3]
     parts = _parts(q, k, v, dense=q.dim() == k.dim() == 4 and cu_seqlens_q is None and cu_seqlens_k is None)
     tensors = [_local(tensor, mesh, _placements(parts, tensor.dim() - 2)) for tensor in (*d_out, q, k, v)]
     whole = [Replicate()] * mesh.ndim
     offsets = [_local(cu_seqlens, mesh, whole) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)]
-    place = _ACTIVATIONS - 3
-    if len(rest[place]) > 1 and "heads" in parts:
-        rest[place] = _own_activations(rest[place], parts, mesh)
-    return operator(*tensors, *offsets, _local(out_scale, mesh, _placements(parts, None)), *rest), parts
+    own = list(options)
+    own[:3] = *offsets, _local(out_scale, mesh, _placements(parts, None))
+    if len(own[_ACTIVATIONS]) > 1 and "heads" in parts:
+        own[_ACTIVATIONS] = _own_activations(own[_ACTIVATIONS], parts, mesh)
+    return operator(*tensors, *own), parts
 
 
 def _forward(cls: type, operator: Any, types: Any, args: Sequence[Any], kwargs: Any) -> DTensor:
