@@ -270,13 +270,10 @@ def _arguments(
 def _call(*arguments: Any) -> Tensor:
     """Run the operator on the parameters of `_arguments`, once they are checked."""
     out_scale_tensor, options = _arguments(*arguments)
-    if any(type(tensor) not in _PLAIN for tensor in arguments[:3]):
+    if not (type(arguments[0]) is type(arguments[1]) is type(arguments[2]) is Tensor):
         _add_distributed_rule(arguments[:3])
-    out: Tensor = torch.ops.gdpa.forward(*arguments[:5], out_scale_tensor, *arguments[5:7], *options)
+    out: Tensor = torch.ops.gdpa.forward.default(*arguments[:5], out_scale_tensor, *arguments[5:7], *options)
     return out
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _add_distributed_rule(tensors: Sequence[Tensor]) -> None:
