@@ -189,6 +189,9 @@ def other_uses(rank: int) -> dict[str, Any]:
     with pytest.raises(gdpa.GdpaError) as error:
         call(case, [*parts[:2], elsewhere], offsets, out_scale)
     found["mesh"] = str(error.value)
+    with pytest.raises(gdpa.GdpaError) as error:
+        call(case, qkv, offsets, distribute_tensor(out_scale, mesh, [Replicate()]))
+    found["plain-qkv"] = str(error.value)
 
     with torch.inference_mode():
         parts = [distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in qkv]
@@ -214,6 +217,7 @@ def test_refusals_and_modes_of_attention_on_dtensors():
     for found in run_ranks(other_uses):
         assert found["plain-k"].startswith("k: expected a DTensor as q is, got Tensor")
         assert found["plain-q"].startswith("q: expected a DTensor as k is, got Tensor")
+        assert found["plain-qkv"].startswith("q, k, v: expected DTensors where the offsets or out_scale are")
         assert found["mesh"].startswith("v: expected the device mesh of q")
         for name in ("inference", "only-v", "compiled", "compiled-grad"):
             assert found[name] < 1e-13, name

@@ -38,6 +38,8 @@ _ACTIVATIONS = [argument.name for argument in torch.ops.gdpa.forward.default._sc
 def _common_mesh(tensors: dict[str, Any]) -> DeviceMesh:
     """The mesh of all these DTensors; a plain tensor among them, or a second mesh, is an error."""
     meshes = {name: tensor.device_mesh for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    if not meshes:
+        raise GdpaError("q, k, v: expected DTensors where the offsets or out_scale are, got plain tensors")
     first = next(iter(meshes))
     for name, tensor in tensors.items():
         if name not in meshes:
