@@ -155,15 +155,15 @@ def test_the_dense_gradient_is_scaled_down_to_the_clip_and_the_tables_is_not():
     [
         (
             lambda model: model.layers[1].weight.data.fill_(math.inf),
-            r"step 2: .* the weights of parameter group 'layers.1' \(layers.1.weight\) were not finite before it",
+            r"step 3: .* the weights of parameter group 'layers.1' \(layers.1.weight\) were not finite before it",
         ),
         (
             lambda model: model.head.weight.register_hook(lambda grad: grad * math.nan),
-            r"step 2: .*the weights were finite, the gradient of parameter group 'head.weight' \(head.weight\) was not, 1 of 7",
+            r"step 3: .*the weights were finite, the gradient of parameter group 'head.weight' \(head.weight\) was not, 1 of 7",
         ),
         (
             lambda model: model.tables["item"].weight.register_hook(lambda grad: grad * math.inf),
-            r"step 2: .*the gradient of parameter group 'tables.item' \(tables.item.weight\) was not, 1 of 7",
+            r"step 3: .*the gradient of parameter group 'tables.item' \(tables.item.weight\) was not, 1 of 7",
         ),
     ],
     ids=["weight", "gradient", "table"],

@@ -66,7 +66,9 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
                 outcome = loop.run(log, display)
         except NonFinite as error:
             _close(log, folder, "stopped", loop.step, reason=str(error))
-            _say(console, f"gdpa train: stopped: {error}. The newest checkpoint is from before it.")
+            newest = loop.checkpoints.latest()
+            kept = f"{newest} is from before it" if newest is not None else "there is no checkpoint yet"
+            _say(console, f"gdpa train: stopped: {error}; {kept}")
             return 1
         except torch.OutOfMemoryError as error:
             raise GdpaError(
@@ -227,7 +229,10 @@ def _close(log: Log | None, folder: Folder, event: str, step: int, **facts: Any)
 
     log.write(event, step, **facts)
     log.close()
-    curves.write(folder.log, folder.curves)
+    try:
+        curves.write(folder.log, folder.curves)
+    except OSError as error:
+        raise GdpaError(f"{folder.curves}: could not be written: {error}") from error
 
 
 def _say(console: Console, text: str) -> None:

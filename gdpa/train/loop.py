@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gdpa.train.log import Log
 from gdpa.train.progress import Display, Reading
 from gdpa.train.settings import Folder, Settings
 from gdpa.train.source import Prefetch, Source, pinned, share
-from gdpa.train.updates import NonFinite, Updates, first_non_finite, group_of
+from gdpa.train.updates import NonFinite, Updates, group_of
 from gdpa.train.world import World
 
 # Operations of a forward and a backward, in forwards.
@@ -80,10 +81,10 @@ class Loop:
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint; False where there is none."""
-        path = self.checkpoints.latest()
-        if self.world.any(path is None):
+        latest = self.world.from_first(str(self.checkpoints.latest() or ""))
+        if not latest:
             return False
-        assert path is not None
+        path = Path(latest)
         # One rank reads and checks all files; the others would read the same bytes again.
         found = self.world.from_first(read_state(path) if self.world.first else None)
         check_same(path, "config", found["config"], self.settings.identity())
@@ -118,7 +119,7 @@ class Loop:
                 if looks or stopped:
                     self.updates.check()
                 if reads or stopped:
-                    reading = self._read(window, losses, host_batch)
+                    reading = self._read(window, host_batch)
                     if log is not None:
                         log.write("steps", self.step, losses=torch.stack(losses).tolist(), **_facts(reading, norms))
                     display.read(reading)
@@ -161,7 +162,7 @@ class Loop:
             logits: Tensor = self.wrapped(batch)
         return logits
 
-    def _read(self, window: metrics.Window, losses: list[Tensor], batch: Batch) -> Reading:
+    def _read(self, window: metrics.Window, batch: Batch) -> Reading:
         scores = window.read(self.world.group)
         self._clock.stop()
         seconds, examples, tokens = self._clock.read()
@@ -170,7 +171,6 @@ class Loop:
         peak = None if self._matmul_rate is None else self._matmul_rate * self.world.size
         return Reading(
             step=self.step,
-            loss=float(losses[-1]),
             ne=scores.ne,
             auc=scores.auc,
             samples_per_s=examples / seconds,
@@ -183,12 +183,9 @@ class Loop:
         if self.step == self._saved_step:
             return
         self.updates.check()
-        wrong = first_non_finite(self.updates.parameters())
-        if self.world.any(wrong is not None):
-            name = wrong or "of another rank"
-            raise NonFinite(
-                f"step {self.step - 1}: expected finite weights after it, got parameter group {group_of(name)!r} ({name}) without"
-            )
+        wrong = self.updates.non_finite_weight()
+        if wrong is not None:
+            raise NonFinite(f"step {self.step}: expected finite weights after it, not those of {group_of(wrong)!r} ({wrong})")
         facts = {
             "step": self.step,
             "config": self.settings.identity(),
@@ -253,7 +250,7 @@ class _Clock:
 
 def _facts(reading: Reading, norms: list[Tensor]) -> dict[str, Any]:
     facts = asdict(reading)
-    del facts["step"], facts["loss"]
+    del facts["step"]
     return {"gradient_norms": torch.stack(norms).tolist(), **facts}
 
 

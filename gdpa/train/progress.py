@@ -21,7 +21,6 @@ class Reading:
     """The figures of the steps since the one before: of all ranks."""
 
     step: int
-    loss: float
     ne: float
     auc: float
     samples_per_s: float

@@ -77,8 +77,8 @@ class Updates:
 
     @torch.no_grad()
     def apply(self, step: int, loss: Tensor) -> Tensor:
-        """One step with the gradients that are there, which are then removed. `loss` is the whole batch's. Returns the norm of the
-        dense part's gradient before it is clipped."""
+        """One step, `step` of them done before it, with the gradients that are there, which are then removed. `loss` is the whole
+        batch's. Returns the norm of the dense part's gradient before it is clipped."""
         gradients = [parameter.grad for parameter in self._dense.values() if parameter.grad is not None]
         norms = _norms(gradients)
         total: Tensor = torch.linalg.vector_norm(norms)
@@ -115,31 +115,36 @@ class Updates:
         self._wrong.copy_(torch.maximum(self._wrong, found))
 
     def check(self) -> None:
-        """Raise NonFinite, naming the first step that was not finite and the parameters, if there was one. Waits for the device."""
+        """Raise NonFinite, naming the first step that was not finite (counted from 1) and the parameters, if there was one. Waits for
+        the device."""
         if not bool(self._wrong):
             return
-        step, loss = int(self._wrong_step), float(self._wrong_loss)
-        weight = first_non_finite(self.parameters())
+        step, loss = int(self._wrong_step) + 1, float(self._wrong_loss)
+        weight = self.non_finite_weight()
+        parts = _named(self._names, self._wrong_parts, self._group)
         if weight is not None:
             cause = f"the weights of parameter group {group_of(weight)!r} ({weight}) were not finite before it"
-        else:
-            parts = [name for name, wrong in zip(self._names, self._wrong_parts.tolist(), strict=True) if wrong]
+        elif parts:
             cause = (
-                "every gradient here was finite"
-                if not parts
-                else (
-                    f"the weights were finite, the gradient of parameter group {group_of(parts[0])!r} ({parts[0]}) was not, "
-                    f"{len(parts)} of {len(self._names)} parameters in all"
-                )
+                f"the weights were finite, the gradient of parameter group {group_of(parts[0])!r} ({parts[0]}) was not, "
+                f"{len(parts)} of {len(self._names)} parameters in all"
             )
+        else:
+            cause = "the weights and gradients were finite"
         raise NonFinite(f"step {step}: expected a finite loss and gradient, got the loss {loss}; {cause}")
 
+    def non_finite_weight(self) -> str | None:
+        """The first parameter, on any rank, with a weight that is NaN or infinite. Waits for the device."""
+        flags = torch.stack([~_local(parameter.detach()).isfinite().all() for parameter in self.parameters().values()])
+        return next(iter(_named(self._names, flags, self._group)), None)
 
-def first_non_finite(parameters: dict[str, nn.Parameter]) -> str | None:
-    """The first parameter with a weight that is NaN or infinite."""
-    names = list(parameters)
-    flags = torch.stack([~_local(parameter.detach()).isfinite().all() for parameter in parameters.values()])
-    return next((name for name, wrong in zip(names, flags.tolist(), strict=True) if wrong), None)
+
+def _named(names: list[str], flags: Tensor, group: torch.distributed.ProcessGroup | None) -> list[str]:
+    """The names whose flag is set on any rank: a rank sees its own shards alone."""
+    counts = flags.to(torch.int32)
+    if group is not None:
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=group)
+    return [name for name, count in zip(names, counts.tolist(), strict=True) if count]
 
 
 def group_of(name: str) -> str:

@@ -71,7 +71,7 @@ def test_the_first_step_that_is_not_finite_is_named_though_the_host_looks_later(
     around_steps(monkeypatch, step)
     folder = run(tmp_path / "run", "--steps", "12", status=1)
     printed = capsys.readouterr().out
-    assert "stopped: step 6: expected a finite loss and gradient" in printed
+    assert "stopped: step 7: expected a finite loss and gradient" in printed
     assert "the weights of parameter group 'dense.head' (dense.head.out.weight) were not finite before it" in printed
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000005"]
 
