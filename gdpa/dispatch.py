@@ -23,8 +23,6 @@ from gdpa.problem import Problem
 # Fastest first. cpu takes every CPU tensor, so triton (there under its interpreter) runs on one only when named; the
 # reference runs anything, and so ends the list.
 BACKENDS = ("cpu", "hopper", "triton", "reference")
-# Where a backend has a forward only, the one that runs the backward of its calls; it supports at least as much.
-BACKWARD = {"hopper": "triton"}
 _MODULES = {
     "hopper": "gdpa.backends.hopper.backend",
     "triton": "gdpa.backends.triton.backend",
@@ -69,12 +67,6 @@ def choose(problem: Problem, name: str | None = None) -> ModuleType:
     return load(_chosen(problem, name))
 
 
-def choose_backward(problem: Problem, name: str | None = None) -> ModuleType:
-    """The module that computes this problem's gradients."""
-    chosen = _chosen(problem, name)
-    return load(BACKWARD.get(chosen, chosen))
-
-
 @lru_cache(maxsize=4096)
 def _chosen(problem: Problem, name: str | None) -> str:
     if name is None:
@@ -103,7 +95,5 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
             chosen = candidate
         else:
             why_not[candidate] = f"{chosen} was asked for" if name is not None else f"{chosen} is faster"
-            if BACKWARD.get(chosen) == candidate:
-                why_not[candidate] += "; gradients are computed here"
     assert chosen is not None, "the reference supports every problem"
     return Explanation(chosen, why_not)

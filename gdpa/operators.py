@@ -37,8 +37,7 @@ class _Plan(NamedTuple):
     """What is decided about a call from all but its data."""
 
     problem: Problem
-    forward: ModuleType
-    backward: ModuleType
+    backend: ModuleType
 
 
 _MOST_PLANS = 4096
@@ -80,7 +79,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> _Plan:
             deterministic,
         )
         name = backend or None
-        plan = _Plan(problem, dispatch.choose(problem, name), dispatch.choose_backward(problem, name))
+        plan = _Plan(problem, dispatch.choose(problem, name))
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -94,14 +93,14 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> _Plan:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     plan = _plan(q, k, v, options)
-    out: Tensor = plan.forward.forward(plan.problem, q, k, v, *options[:3])
+    out: Tensor = plan.backend.forward(plan.problem, q, k, v, *options[:3])
     return out
 
 
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     options, needs = options[:-3], options[-3:]
     plan = _plan(q, k, v, options)
-    grads = plan.backward.backward(plan.problem, d_out, q, k, v, *options[:3], needs)
+    grads = plan.backend.backward(plan.problem, d_out, q, k, v, *options[:3], needs)
     dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
     return dq, dk, dv
 

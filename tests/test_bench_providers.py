@@ -273,13 +273,6 @@ def test_a_backend_that_this_gdpa_lacks_is_a_reason():
     assert providers.Gdpa("nothing").reason_against(workload_of("self-6"), False) == "this gdpa has no backend 'nothing'"
 
 
-def test_gradients_that_another_backend_computes_are_noted(monkeypatch):
-    monkeypatch.setattr(providers.dispatch, "BACKWARD", {"hopper": "triton"}, raising=False)
-    hopper = providers.Gdpa("hopper")
-    assert [hopper.note_for(mode) for mode in ("forward", "backward", "both")] == [None] + ["gradients by gdpa-triton"] * 2
-    assert providers.Gdpa("triton").note_for("backward") is None
-
-
 def test_gdpa_on_another_device_gives_dispatchs_reason(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "CPU" in providers.Gdpa("triton").reason_against(workload_of("self-6"), False)

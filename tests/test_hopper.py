@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers import FORMS, make_case, needs_triton
 
-from gdpa import dispatch
 from gdpa.backends.hopper import backend
+from gdpa.problem import describe
 
 HOPPER = torch.device("cuda", 0)
 
@@ -58,16 +58,47 @@ def test_another_gpu_is_named(monkeypatch):
     assert backend.supports(problem()) == "it runs on Hopper GPUs (compute capability 9.0), and this one is 8.0"
 
 
-def test_gradients_of_its_calls_are_tritons(on_hopper, monkeypatch):
-    monkeypatch.setattr(dispatch.load("triton"), "supports", lambda problem: None)
-    asked = problem()
-    dispatch._chosen.cache_clear()
-    try:
-        assert dispatch.choose(asked).__name__ == "gdpa.backends.hopper.backend"
-        assert dispatch.choose_backward(asked).__name__ == "gdpa.backends.triton.backend"
-        assert dispatch.explain(asked).why_not["triton"] == "hopper is faster; gradients are computed here"
-    finally:
-        dispatch._chosen.cache_clear()
+@needs_triton
+class TestWhichGradientsItsKernelComputes:
+    """dQ alone, and a dQ whose order of summation must not vary where it would, come from the portable kernel."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        from gdpa.backends.hopper import launch_backward
+        from gdpa.backends.triton import launch as portable
+
+        calls = []
+        for name, module in (("hopper", launch_backward), ("triton", portable)):
+            monkeypatch.setattr(
+                module, "backward", lambda *arguments, name=name: calls.append((name, arguments[-1])) or (None,) * 3
+            )
+        return calls
+
+    @pytest.mark.parametrize(
+        ("needs", "expected"),
+        [
+            ((True, True, True), [("hopper", (True, True, True))]),
+            ((False, True, False), [("hopper", (False, True, False))]),
+            ((True, False, True), [("hopper", (True, False, True))]),
+            ((True, False, False), [("triton", (True, False, False))]),
+        ],
+    )
+    def test_by_what_is_needed(self, calls, needs, expected):
+        backend.backward(problem(), *[None] * 7, needs)
+        assert calls == expected
+
+    @pytest.mark.parametrize(
+        ("keys", "packed", "apart"), [(100, False, False), (512, False, False), (513, False, True), (100, True, True)]
+    )
+    def test_deterministic(self, calls, keys, packed, apart):
+        rows = torch.empty((4, keys, 2, 128), dtype=torch.bfloat16, device="meta")
+        offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
+        rows = rows.flatten(0, 1) if packed else rows
+        asked = describe(rows, rows, rows, offsets, offsets, None, None, ("silu",), None, 1.0, (-1, -1), True)
+        backend.backward(asked, *[None] * 7, (True, True, True))
+        assert calls == (
+            [("hopper", (False, True, True)), ("triton", (True, False, False))] if apart else [("hopper", (True,) * 3)]
+        )
 
 
 class Launched:

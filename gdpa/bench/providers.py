@@ -17,7 +17,7 @@ from torch import Tensor
 
 import gdpa
 from gdpa import dispatch
-from gdpa.bench.cases import Mode, Workload, problem_of
+from gdpa.bench.cases import Workload, problem_of
 from gdpa.errors import GdpaError
 from gdpa.numerics import Inputs, Results, Verdict, judge
 
@@ -68,9 +68,6 @@ class Provider:
     budget_share: float = 4.0
     note: str | None = None  # what differs from the case's own function
 
-    def note_for(self, mode: Mode) -> str | None:
-        return self.note
-
     def reason_against(self, workload: Workload, gradients: bool) -> str | None:
         """None where the provider can run the workload (with its backward, where `gradients`), else why it cannot."""
         raise NotImplementedError
@@ -91,11 +88,6 @@ class Gdpa(Provider):
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.name = f"gdpa-{backend}"
-
-    def note_for(self, mode: Mode) -> str | None:
-        """A backend may leave its gradients to another one."""
-        other = getattr(dispatch, "BACKWARD", {}).get(self.backend)
-        return f"gradients by gdpa-{other}" if other is not None and mode != "forward" else None
 
     def reason_against(self, workload: Workload, gradients: bool) -> str | None:
         if self.backend in ("triton", "hopper") and os.environ.get("TRITON_INTERPRET", "0") == "1":

@@ -192,7 +192,7 @@ class Run:
         elif wrong:
             row.fail(f"wrong, not timed: {'; '.join(map(str, wrong))}")
         else:
-            row.add_note(entry.provider.note_for(mode))
+            row.add_note(entry.provider.note)
             if over:
                 row.add_note(f"over gdpa's error budget: {', '.join(verdict.name for verdict in over)}")
         return row

@@ -1,5 +1,7 @@
-"""Kernels for NVIDIA Hopper (sm_90): warp-specialised, fed by its copy engine. A forward so far; dispatch.BACKWARD names who computes
-the gradients.
+"""Kernels for NVIDIA Hopper (sm_90): warp-specialised, fed by its copy engine.
+
+The backward kernel computes the three gradients at once. dQ alone, and a deterministic dQ where several programs would add to it in
+any order, come from the portable kernel, which sums over the keys in one program.
 
 Importing this module needs no Triton: `supports` says so where it is missing.
 """
@@ -58,3 +60,30 @@ def forward(
     from gdpa.backends.hopper import launch
 
     return launch.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+
+
+def backward(
+    problem: Problem,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    from gdpa.backends.hopper import launch_backward
+    from gdpa.backends.triton import launch as portable
+
+    arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+    needs_dq, needs_dk, needs_dv = needs
+    apart = needs_dq and (not (needs_dk or needs_dv) or (problem.deterministic and not launch_backward.is_deterministic(problem)))
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    if needs_dk or needs_dv:
+        dq, dk, dv = launch_backward.backward(*arguments, (needs_dq and not apart, needs_dk, needs_dv))
+    if apart:
+        dq, _, _ = portable.backward(*arguments, (True, False, False))
+    return dq, dk, dv

@@ -4,6 +4,7 @@
 tma.async_copy_global_to_shared    tma.async_load
 tma.async_copy_shared_to_global    tma.async_store
 gl.thread_barrier                  gl.barrier
+(only in the builder)              tma.async_atomic_add
 triton.language.core._aggregate    gluon.aggregate
 """
 
@@ -19,7 +20,21 @@ else:
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):
+    add_async = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def add_async(tensor_desc, coord, src, _semantic=None):
+        """Add a tile in shared memory to global memory, by the copy engine."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 # Every thread of the warps that run the calling partition.
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-__all__ = ["aggregate", "load_async", "partition_barrier", "store_async", "store_wait"]
+__all__ = ["add_async", "aggregate", "load_async", "partition_barrier", "store_async", "store_wait"]

@@ -26,7 +26,7 @@ CONSUMER_ROWS = 64
 BLOCK_N = 128  # keys of a block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 
-_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 class Recipe(NamedTuple):
@@ -81,7 +81,7 @@ def forward(
         out_scale is None,
     )
     recipe = _recipes.get(key)
-    if recipe is None or not _in_place(q, k, v):
+    if recipe is None or not in_place(q, k, v):
         with on_device(q):
             return _first(key, problem, q, k, v, out, cu_seqlens_q, cu_seqlens_k, out_scale)
     described = [Described(x, geometry) for x, geometry in zip((q, k, v, out), recipe.geometries, strict=True)]
@@ -106,11 +106,10 @@ def forward(
     return out
 
 
-def _in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def in_place(q: Tensor, *others: Tensor) -> bool:
     """Whether tensors whose last strides have a recipe can take it: their addresses, the distance of dense sequences, the device."""
     return (
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-        and all(x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
+        all(x.data_ptr() % 16 == 0 and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1)) for x in (q, *others))
         and q.device.index == torch.cuda.current_device()
     )
 
@@ -128,7 +127,7 @@ def _first(
 ) -> Tensor:
     """A call of a kind not seen before, or whose inputs must be copied: through Triton's own way to compile and launch."""
     tensors = q, k, v
-    q, k, v = (_readable(x) for x in tensors)
+    q, k, v = (readable(x) for x in tensors)
     arguments = _arguments(problem, q, k, v, out, cu_seqlens_q, cu_seqlens_k, out_scale)
     constants = _constants(problem, q, k, v, out, out_scale)
     kernel = forward_kernel[(_programs(_numbers(problem), q.device),)](*arguments, **constants, **OPTIONS)
@@ -140,15 +139,15 @@ def _first(
     return out
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """x, or a copy of it that a ragged descriptor can describe."""
     x = aligned(x)
     return x if mappable(x) else x.contiguous()
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Moves `rows` rows of a sequence at a time and stops at its end."""
-    block = [1, 1, rows, x.shape[-1]]
+def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Moves `rows` rows of a sequence at a time, all columns of a head or some, and stops at the sequence's end."""
+    block = [1, 1, rows, x.shape[-1] if columns is None else columns]
     return TensorDescriptor(x, *ragged_geometry(x), block, gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[x.dtype]))
 
 
@@ -185,10 +184,10 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """The kernel's run-time arguments."""
     return (
-        _descriptor(q, CONSUMER_ROWS),
-        _descriptor(k, BLOCK_N),
-        _descriptor(v, BLOCK_N),
-        _descriptor(out, CONSUMER_ROWS),
+        descriptor(q, CONSUMER_ROWS),
+        descriptor(k, BLOCK_N),
+        descriptor(v, BLOCK_N),
+        descriptor(out, CONSUMER_ROWS),
         *_pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale),
         *_numbers(problem),
     )

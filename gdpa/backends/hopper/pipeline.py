@@ -38,6 +38,12 @@ def pinned(x):
 
 
 @gluon.jit
+def stores_done():
+    """Wait until what the calling warp sent to global memory is written; `store_wait` only waits until it has left shared memory."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0 $1", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def new_barriers(COUNT: gl.constexpr):
     """mbarriers that open when the copy engine has delivered what was announced."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

@@ -1,0 +1,180 @@
+"""The ways that the hopper backward has for dQ, and what it leaves out.
+
+Which way a call takes depends on the lengths of the keys and on how many items there are (launch_backward.plan); the tests of
+test_gpu_hopper.py are too small for some of them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_neighbours_untouched, check, make_case, poison_sequence, run
+
+import gdpa
+from gdpa.backends.hopper import launch_backward
+from gdpa.backends.hopper.launch_backward import ADD, MIXED, NONE, STORE, TILE
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the hopper backend needs a Hopper GPU"
+)
+
+BASE: dict[str, Any] = {"heads": 4, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+MANY = 150  # sequences: enough items to be dealt out whole
+
+
+def lengths(longest: int, count: int = MANY, seed: int = 0) -> tuple[int, ...]:
+    """Short and long ones, among them none, one and the sizes around a tile and an item."""
+    draw = random.Random(seed)
+    return tuple(draw.choice((0, 1, 64, 127, 128, 129, 256, 257, longest, draw.randint(0, longest))) for _ in range(count))
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of the launches of a test."""
+    made: list[launch_backward.Plan] = []
+    plan = launch_backward.plan
+
+    def noted(*arguments):
+        made.append(plan(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(launch_backward, "plan", noted)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("form", "q_length", "k_length", "expected"),
+    [
+        ("dense", 200, 100, (STORE, TILE)),
+        ("dense", 200, 128, (STORE, TILE)),
+        ("dense", 70, 129, (MIXED, 512)),
+        ("dense", 130, 256, (MIXED, 512)),
+        ("dense", 65, 512, (MIXED, 512)),
+        ("dense", 65, 513, (ADD, TILE)),
+        ("dense-key", 0, 128, (STORE, TILE)),
+        ("dense-key", 0, 300, (MIXED, 512)),
+        ("dense-key", 0, 700, (ADD, TILE)),
+        ("packed", 0, 500, (MIXED, 512)),
+        ("packed", 0, 900, (MIXED, 512)),
+        ("packed", 0, 4000, (MIXED, TILE)),
+        ("shared-query", 33, 700, (ADD, TILE)),
+    ],
+)
+def test_every_way_of_dq(plans, form, q_length, k_length, expected):
+    packed_k = form in ("packed", "shared-query")
+    case = make_case(
+        form,
+        **BASE,
+        q_lengths=(q_length,) * MANY if q_length else lengths(300, seed=1),
+        k_lengths=lengths(k_length) if packed_k else (k_length,) * MANY,
+        activation="silu",
+    )
+    check(case, "hopper")
+    assert set(plans) == {launch_backward.Plan(*expected)}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_items_of_several_tiles(plans, head_dim, dtype, kv_heads):
+    options = {**BASE, "head_dim": head_dim, "dtype": dtype, "kv_heads": kv_heads}
+    count = 4 * MANY // kv_heads
+    check(
+        make_case(
+            **options, q_lengths=lengths(200, count, 1), k_lengths=lengths(700, count), out_scale="per-sequence", tail=(7, 130)
+        ),
+        "hopper",
+    )
+    assert plans[0] == (MIXED, 512)
+
+
+@pytest.mark.parametrize("needs", [(q, k, v) for q in (0, 1) for k in (0, 1) for v in (0, 1) if q or k or v])
+@pytest.mark.parametrize("keys", [100, 400, 600])
+def test_gradients_nobody_asked_for_are_left_out(plans, needs, keys):
+    case = make_case("dense", **BASE, q_lengths=(130,) * MANY, k_lengths=(keys,) * MANY)
+    whole = run(case, "hopper")
+    plans.clear()
+    inputs = [x.detach().clone().requires_grad_(bool(need)) for x, need in zip(case.inputs[:3], needs, strict=True)]
+    case.call(*inputs, "hopper").backward(case.d_out)
+    for x, need, right in zip(inputs, needs, whole[1:], strict=True):
+        assert (x.grad is not None) == bool(need)
+        if need:
+            assert (x.grad - right).norm() <= 0.01 * right.norm()
+    assert len(plans) == (1 if needs[1] or needs[2] else 0)
+    if plans and not needs[0]:
+        assert plans[0].dq == NONE
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_one_sequence_never_reaches_another(poison):
+    case = make_case(**BASE, q_lengths=lengths(200, seed=1), k_lengths=lengths(700))
+    clean = run(case, "hopper")
+    for sequence in (3, 50, MANY - 1):
+        dirty = run(poison_sequence(case, sequence, poison), "hopper")
+        assert_neighbours_untouched(case, sequence, clean, dirty, reordered=("dq",))
+
+
+@pytest.mark.parametrize(
+    ("form", "longest"), [("dense", 128), ("dense", 512), ("dense", 1000), ("packed", 700), ("packed", 2000), ("shared-query", 700)]
+)
+def test_deterministic_results_are_bitwise_equal(form, longest):
+    packed_k = form in ("packed", "shared-query")
+    case = make_case(
+        form,
+        **BASE,
+        q_lengths=(70,) * MANY if form != "packed" else lengths(300, seed=1),
+        k_lengths=lengths(longest) if packed_k else (longest,) * MANY,
+        deterministic=True,
+    )
+    first = check(case, "hopper")
+    for _ in range(100):
+        assert all(torch.equal(x, y) for x, y in zip(run(case, "hopper"), first, strict=True))
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_torchs_flag_is_followed(plans, flag):
+    case = make_case(**BASE, q_lengths=lengths(300, seed=1), k_lengths=lengths(700), deterministic=None)
+    q, k, v = (x.detach().requires_grad_() for x in case.inputs[:3])
+    torch.use_deterministic_algorithms(flag)
+    try:
+        case.call(q, k, v, "hopper").backward(case.d_out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [plan.dq for plan in plans] == [NONE if flag else MIXED]
+
+
+def test_a_deterministic_dq_does_not_depend_on_the_number_of_multiprocessors(monkeypatch):
+    case = make_case("dense", **BASE, q_lengths=(200,) * MANY, k_lengths=(400,) * MANY, deterministic=True)
+    all_of_them = run(case, "hopper")
+    monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: 7)
+    seven = run(case, "hopper")
+    assert all(torch.equal(x, y) for x, y in zip(all_of_them, seven, strict=True))
+
+
+def test_short_training_follows_the_reference():
+    """The same loss curve within bf16's noise: 30 steps of a small attention regression from the same start."""
+
+    def losses(backend: str) -> list[float]:
+        generator = torch.Generator("cuda").manual_seed(0)
+        cu = torch.tensor([0, 100, 100, 400, 1000], dtype=torch.int32, device="cuda")
+        x = torch.randn(1000, 256, generator=generator, device="cuda")
+        target = torch.randn(1000, 256, generator=generator, device="cuda")
+        weight = (torch.randn(256, 768, generator=generator, device="cuda") / 16).requires_grad_()
+        optimizer = torch.optim.Adam([weight], lr=3e-3)
+        curve = []
+        for _ in range(30):
+            q, k, v = (x @ weight).to(torch.bfloat16).view(1000, 3, 2, 128).unbind(1)
+            out = gdpa.attention_varlen(q, k, v, cu, cu, activation="gelu", out_scale=0.01, backend=backend)
+            loss = (out.float().reshape(1000, 256) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        return curve
+
+    ours, right = losses("hopper"), losses("reference")
+    assert right[-1] < 0.97 * right[0]
+    assert all(abs(a - b) <= 2e-3 * b for a, b in zip(ours, right, strict=True)), (ours, right)
