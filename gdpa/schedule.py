@@ -159,14 +159,17 @@ def _cached(kind: tuple[Hashable, ...], anchors: tuple[Tensor, ...], build: Call
     While a CUDA graph is captured it is always built, inside the capture: a replay reads offsets that changed since. Inference
     tensors have no version, so nothing is kept for them either.
     """
+    # Loops and lists, not generators: it stands in the way of every launch.
+    versions = [-1 if anchor.is_inference() else anchor._version for anchor in anchors]
     device = anchors[0].device
-    if any(a.is_inference() for a in anchors) or (device.type == "cuda" and _memory_is_a_graphs(device)):
+    on_gpu = device.type == "cuda"
+    if -1 in versions or (on_gpu and _memory_is_a_graphs(device)):
         return build()
     # What one stream builds another may not read yet, so each has its own. The raw call is 10 microseconds cheaper.
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    key = (*kind, stream, *((id(a), a._version) for a in anchors))
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if on_gpu else 0
+    key = (*kind, stream, *versions, *map(id, anchors))
     hit = _cache.get(key)
-    if hit is not None and all(ref() is anchor for ref, anchor in zip(hit[0], anchors, strict=True)):
+    if hit is not None and False not in [ref() is anchor for ref, anchor in zip(hit[0], anchors, strict=True)]:
         _cache.move_to_end(key)
         return hit[1]
     built = build()

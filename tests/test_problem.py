@@ -11,7 +11,7 @@ import torch
 from helpers import make_case, needs_triton, spy
 
 import gdpa
-from gdpa import dispatch
+from gdpa import dispatch, problem
 from gdpa.problem import (
     allowed_pairs,
     check_offsets,
@@ -227,6 +227,32 @@ def test_the_calls_that_the_wrong_ones_vary_are_right():
     for make in (packed_call, dense_key_call, shared_query_call):
         assert gdpa.attention_varlen(**make()).isfinite().all()
     assert gdpa.attention(**dense_call()).isfinite().all()
+
+
+def test_right_calls_before_them_do_not_let_wrong_ones_pass(monkeypatch):
+    """What the checks read is remembered where they passed: a wrong call must not look like a right one."""
+    remembered: set[Any] = set()
+    monkeypatch.setattr(problem, "_sound", remembered)
+    for make in (packed_call, dense_key_call, shared_query_call):
+        gdpa.explain(**make())
+    gdpa.explain(**dense_call())
+    right = set(remembered)
+    assert len(right) == 4
+    for make, argument, fragments in WRONG_VARLEN.values():
+        assert_refused(lambda make=make: gdpa.attention_varlen(**make()), argument, fragments)
+    for make, argument, fragments in WRONG_DENSE.values():
+        assert_refused(lambda make=make: gdpa.attention(**make()), argument, fragments)
+    monkeypatch.setattr(problem, "_check_call", lambda *arguments: pytest.fail("a call that is known was checked again"))
+    gdpa.explain(**packed_call())
+
+
+def test_the_memory_of_right_calls_is_bounded(monkeypatch):
+    remembered: set[Any] = set()
+    monkeypatch.setattr(problem, "_sound", remembered)
+    monkeypatch.setattr(problem, "_MOST_SOUND", 3)
+    for rows in range(1, 12):
+        gdpa.explain(**packed_call(q=torch.randn(rows, 4, 16)))
+        assert 1 <= len(remembered) <= 3
 
 
 @pytest.mark.parametrize("error", [gdpa.BackendUnavailable, gdpa.UnsupportedActivation], ids=lambda e: e.__name__)
