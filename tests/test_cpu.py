@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdpa
 from gdpa import numerics
-from gdpa.backends import cpu, cpu_plan, cpu_tensors
+from gdpa.backends import cpu, cpu_plan, cpu_short, cpu_tensors
 from gdpa.backends.cpu_kernels import FUSED, kernel_of
 from gdpa.problem import describe, window_mask
 
@@ -500,3 +500,52 @@ def test_only_cpu_tensors_are_supported() -> None:
     assert reason is not None
     assert "meta" in reason
     assert cpu.supports(case.problem) is None
+
+
+SHORT = ((5, 0, 1, 9, 15, 2, 2, 7, 0, 3, 11, 15, 4), (8, 1, 0, 16, 3, 3, 8, 16, 1, 0, 5, 7, 12))
+
+
+@DTYPES
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("form", ["packed", "dense-key", "shared-query"])
+def test_many_short_sequences_share_products_and_match_the_oracle(
+    form: str, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = spy(monkeypatch, cpu_short, "_Run")
+    monkeypatch.setattr(cpu_short, "RUN_SCORES", 5 * 15 * 16 * 4)  # 13 sequences in runs of at least 5
+    for seed, (activation, out_scale) in enumerate(
+        [("gelu", None), ("sigmoid", "per-sequence"), ("exp", 0.5), (lambda x: torch.log(x.abs()), "per-sequence")]
+    ):
+        case = make_case(
+            form,
+            q_lengths=SHORT[0],
+            k_lengths=SHORT[1],
+            heads=4,
+            kv_heads=kv_heads,
+            head_dim=8,
+            value_dim=12,
+            dtype=dtype,
+            activation=activation,
+            out_scale=out_scale,
+            tail=(3, 2),
+            seed=seed,
+        )
+        check(case, "cpu")
+    assert len(runs) >= 2 * 4 * 2  # forward and backward of four cases in several runs each
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, True),
+        ({"dtype": torch.float64}, False),
+        ({"causal": True}, False),
+        ({"activation": ["gelu", "relu"]}, False),
+        ({"q_lengths": (5,) * 7}, False),
+        ({"q_lengths": (5,) * 12 + (200,)}, False),
+    ],
+    ids=["short", "float64", "causal", "two-activations", "few", "one-long"],
+)
+def test_only_batches_of_many_short_sequences_are_padded(options: dict[str, Any], taken: bool) -> None:
+    case = make_case(**{"q_lengths": SHORT[0], **options})
+    assert cpu_short.takes(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k) is taken

@@ -21,6 +21,8 @@ C keys:
 Folding the query heads of a key head into the rows makes grouped queries ordinary products. The operands are the caller's
 own memory where its precision and strides allow, else copies; results go from scratch memory to their rows.
 
+Batches of many short sequences go to gdpa/backends/cpu_short.py, where they share products.
+
 Precision: bf16 and fp16 inputs are widened to fp32 when they are copied heads-first, and everything until the one
 rounding of each result is fp32 (float64 for float64, and for tiny fp32 sequences). Widening is also the fastest choice:
 on an Emerald Rapids Xeon oneDNN's AVX-512 bf16 products ran at 140 GFLOP/s against 280 for MKL's fp32 ones; they cannot
@@ -32,6 +34,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gdpa.backends import cpu_short
 from gdpa.backends.cpu_plan import Block, Chunk, KeyTile, Plan, QueryTile, wide
 from gdpa.backends.cpu_tensors import ALONE, Place, Rows, Workspace
 from gdpa.problem import Problem
@@ -100,6 +103,8 @@ def forward(
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
 ) -> Tensor:
+    if cpu_short.takes(problem, cu_seqlens_q, cu_seqlens_k):
+        return cpu_short.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
     result = torch.empty(problem.output_shape, dtype=q.dtype)
     call = _Call(problem, q, k, v, out_scale)
     out = call.of_queries(result)
@@ -149,6 +154,8 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Scores are recomputed tile by tile; what only serves a gradient that nobody needs is not computed."""
+    if cpu_short.takes(problem, cu_seqlens_q, cu_seqlens_k):
+        return cpu_short.backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
     results = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     dq, dk, dv = results
     if not any(needs):

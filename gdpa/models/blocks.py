@@ -28,9 +28,11 @@ class FeatureTokens(nn.Module):
         super().__init__()
         self.dense = nn.Linear(dense + sequences, width)
         self.sparse = nn.Parameter(torch.empty(sparse, embedding, width))
-        nn.init.normal_(self.sparse, std=1 / math.sqrt(embedding))
+        with torch.no_grad():
+            self.sparse.copy_(carry(embedding, width).T)
         self.mix = nn.Linear(1 + sparse, tokens)
         self.norm = nn.LayerNorm(width)
+        nn.init.eye_(self.mix.weight)
 
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
         lengths = torch.stack([events.offsets.diff() for events in sequences], dim=1)
@@ -56,6 +58,7 @@ class TokenMixer(nn.Module):
         self.inner = nn.Linear(width, width)
         self.outer = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width)
+        nn.init.eye_(self.mix.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(x.transpose(1, 2)).transpose(1, 2)
@@ -68,19 +71,32 @@ class TokenMixer(nn.Module):
 
 
 class Head(nn.Module):
-    """Tokens (B, tokens, width) -> logits (B,): flattened, one hidden layer."""
+    """The tokens X (B, n, width) of the last layer, the X_0 before the first, and the summaries H (B, m, width) of the finished
+    sequences -> logits (B,).
 
-    def __init__(self, tokens: int, width: int, hidden: int) -> None:
+        logit = w . gelu(W [X | H] + b) + c + u . (H X_0^T) / width
+
+    w starts as zeros, so that the first steps do not push the tables at random, and u as ones over all its products.
+    """
+
+    def __init__(self, tokens: int, summaries: int, width: int, hidden: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(tokens * width, hidden)
+        self.width = width
+        self.hidden = nn.Linear((tokens + summaries) * width, hidden)
         self.out = nn.Linear(hidden, 1)
+        self.dots = nn.Linear(tokens * summaries, 1, bias=False)
+        nn.init.zeros_(self.out.weight)
+        nn.init.constant_(self.dots.weight, 1.0 / (tokens * summaries) ** 0.5)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.out(functional.gelu(self.hidden(tokens.flatten(1))))
+    def forward(self, tokens: Tensor, first: Tensor, summaries: Tensor) -> Tensor:
+        joined = torch.cat((tokens, summaries), dim=1).flatten(1)
+        dots = (summaries @ first.transpose(1, 2)).flatten(1) / self.width
+        logits: Tensor = self.out(functional.gelu(self.hidden(joined))) + self.dots(dots)
         return logits.squeeze(1)
 
     def flops(self, batch: int) -> int:
-        return 2 * batch * (self.hidden.in_features + 1) * self.hidden.out_features
+        linear = (self.hidden.in_features + 1) * self.hidden.out_features
+        return 2 * batch * (linear + self.dots.in_features * (self.width + 1))
 
 
 def module_list(modules: Iterable[M]) -> Sequence[M]:
@@ -88,12 +104,20 @@ def module_list(modules: Iterable[M]) -> Sequence[M]:
     return nn.ModuleList(modules)  # type: ignore[return-value]
 
 
+def carry(inputs: int, outputs: int) -> Tensor:
+    """Initial weights (outputs, inputs) of a linear map that takes rows of a table, which have length 1, to features of unit variance
+    and leaves their directions alone. A candidate's token and a history's summary are then compared in one space from the first
+    step on, where random maps would have to be learned away first."""
+    return math.sqrt(inputs) * torch.eye(outputs, inputs)
+
+
 def event_scalars(events: Events) -> Tensor:
-    """(T, 1 or 2) float32: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|)."""
+    """(T, 1 or 2) float32: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|), a quarter of each: then they
+    are of the size of the other features of an event."""
     columns = [torch.log1p(events.ages.clamp(min=0) / HOUR)]
     if events.values is not None:
         columns.append(events.values.sign() * torch.log1p(events.values.abs()))
-    return torch.stack(columns, dim=1)
+    return torch.stack(columns, dim=1) / 4
 
 
 def stream_dtype(x: Tensor) -> torch.dtype:

@@ -69,7 +69,7 @@ class InterFormerConfig(Config):
     heads         of PFFN, self-attention and pooling
     seeds         tokens that PMA pools a sequence into, in each layer
     recent        newest events that join the summary as they are
-    rank          of the weights of the DCNv2 cross layers
+    dot_hidden    hidden units that the products of the interaction arch pass through
     gate          Gating(Z) = gate(Z * MLP(Z))
     """
 
@@ -80,7 +80,7 @@ class InterFormerConfig(Config):
     heads: int
     seeds: int
     recent: int
-    rank: int
+    dot_hidden: int
     gate: Gate = "tanh"
 
     def __post_init__(self) -> None:

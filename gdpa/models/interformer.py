@@ -4,7 +4,7 @@ For each layer, X the tokens of the request and S the sequence of events, which 
 
     X_sum = Gating(TokenMixer(X))                                  cross arch
     S_sum = Gating([S_CLS | PMA(S) | S_recent])
-    X'    = TokenMixer(DCNv2([X | S_sum]))                         interaction arch
+    X'    = DOT([X | S_sum])                                       interaction arch
     S'    = Z + SelfAttention(LayerNorm(Z)),  Z = PFFN(S, X_sum)   sequence arch, rotary positions
 
     Gating(Z) = gate(Z * W Z)
@@ -14,7 +14,6 @@ Choices that the definition leaves open are in the docstrings and in docs/models
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn import functional
 
 from gdpa.data.schema import Schema
 from gdpa.models.base import ClickModel, DensePart
-from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, event_scalars, module_list, stream_dtype
+from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, event_scalars, module_list, stream_dtype
 from gdpa.models.config import Gate, InterFormerConfig
 from gdpa.models.sequences import Events, ends, prepend
 from gdpa.models.work import Part, linear_flops, part, pffn_flops, pma_flops, self_attention_flops
@@ -66,11 +65,11 @@ class InterFormerDense(DensePart):
         self.summarise = module_list(SequenceSummary(config, backend) for _ in range(config.layers + 1))
         self.interact = module_list(Interaction(config) for _ in layers)
         self.advance = module_list(SequenceLayer(config, backend) for _ in layers)
-        self.head = Head(config.tokens + summary_tokens(config), config.width, config.head_hidden)
+        self.head = Head(config.tokens, summary_tokens(config), config.width, config.head_hidden)
 
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
         (events,) = sequences
-        x = self.features(dense, sparse, sequences)
+        x = first = self.features(dense, sparse, sequences)
         context = self.condense[0](x)
         stream, offsets = prepend(self.encode(events), events.offsets, self.cls(context))
         for layer, advance in enumerate(self.advance):
@@ -79,7 +78,7 @@ class InterFormerDense(DensePart):
             summary = self.summarise[layer](stream, offsets)
             stream = advance(stream, offsets, context)
             x = self.interact[layer](x, summary)
-        logits: Tensor = self.head(torch.cat((x, self.summarise[-1](stream, offsets)), dim=1))
+        logits: Tensor = self.head(x, first, self.summarise[-1](stream, offsets))
         return logits
 
     def parts(self, lengths: Sequence[Tensor]) -> Iterator[Part]:
@@ -108,23 +107,28 @@ class MaskNet(nn.Module):
     def __init__(self, embedding: int, types: int, values: bool, width: int) -> None:
         super().__init__()
         self.types = nn.Parameter(torch.empty(types, embedding))
-        nn.init.normal_(self.types, std=1 / math.sqrt(embedding))
+        nn.init.normal_(self.types)
         self.scalars = nn.Linear(2 if values else 1, embedding)
+        self.items = nn.Linear(embedding, embedding)
         joined = 3 * embedding
         self.inner = nn.Linear(joined, joined)
         self.outer = nn.Linear(joined, joined)
         self.compress = nn.Linear(joined, width)
         self.norm = nn.LayerNorm(width)
+        with torch.no_grad():
+            self.items.weight.copy_(carry(embedding, embedding))
+            nn.init.ones_(self.outer.bias)  # the mask starts near 1
+            nn.init.eye_(self.compress.weight)
 
     def forward(self, events: Events) -> Tensor:
         kinds = functional.embedding(events.types, self.types)
-        s = torch.cat((events.items, kinds, self.scalars(event_scalars(events))), dim=1)
+        s = torch.cat((self.items(events.items), kinds, self.scalars(event_scalars(events))), dim=1)
         mask = self.outer(functional.relu(self.inner(s)))
         out: Tensor = self.norm(self.compress(s * mask)).to(stream_dtype(events.items))
         return out
 
     def flops(self, events: int) -> int:
-        return sum(linear_flops(linear, events) for linear in (self.scalars, self.inner, self.outer, self.compress))
+        return sum(linear_flops(linear, events) for linear in (self.items, self.scalars, self.inner, self.outer, self.compress))
 
 
 class Gating(nn.Module):
@@ -134,6 +138,7 @@ class Gating(nn.Module):
         super().__init__()
         self.gate = gate
         self.linear = nn.Linear(width, width)
+        nn.init.ones_(self.linear.bias)  # starts near gate(Z)
 
     def forward(self, z: Tensor) -> Tensor:
         gated: Tensor = z * self.linear(z)
@@ -172,6 +177,11 @@ class SequenceSummary(nn.Module):
         self.lift = nn.Linear(config.seq_width, config.width)
         self.norm = nn.LayerNorm(config.width)
         self.gating = Gating(config.width, config.gate)
+        with torch.no_grad():
+            # Values and the maps after them start as identities, see blocks.carry.
+            nn.init.eye_(self.pool.kv.weight[config.seq_width :])
+            nn.init.eye_(self.pool.out.weight)
+            nn.init.eye_(self.lift.weight)
 
     def forward(self, stream: Tensor, offsets: Tensor) -> Tensor:
         joined = torch.cat((ends(stream, offsets, self.first, self.recent), self.pool(stream, offsets).to(stream.dtype)), dim=1)
@@ -184,23 +194,29 @@ class SequenceSummary(nn.Module):
 
 
 class Interaction(nn.Module):
-    """X' = TokenMixer(z * (U V z + b) + z), z = flatten([X | S_sum]): one DCNv2 cross layer of low rank, then a map to X's tokens."""
+    """X' = LayerNorm(TokenMixer(Z) + MLP(dots of Z)), Z = [X | S_sum]: the DOT interaction, beside a map of the tokens themselves.
+
+    The MLP takes the products of all pairs of tokens, divided by the width, to the tokens of X through one hidden layer.
+    """
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
-        self.tokens = config.tokens + summary_tokens(config)
-        self.down = nn.Linear(self.tokens * config.width, config.rank, bias=False)
-        self.up = nn.Linear(config.rank, self.tokens * config.width)
-        self.mix = TokenMixer(self.tokens, config.tokens, config.width)
+        self.tokens, self.inputs, self.width = config.tokens, config.tokens + summary_tokens(config), config.width
+        self.mix = TokenMixer(self.inputs, self.tokens, self.width)
+        self.inner = nn.Linear(self.inputs * self.inputs, config.dot_hidden)
+        self.outer = nn.Linear(config.dot_hidden, self.tokens * self.width)
+        self.norm = nn.LayerNorm(self.width)
 
     def forward(self, x: Tensor, summary: Tensor) -> Tensor:
-        z = torch.cat((x, summary), dim=1).flatten(1)
-        crossed = z * self.up(self.down(z)) + z
-        out: Tensor = self.mix(crossed.unflatten(1, (self.tokens, -1)))
+        z = torch.cat((x, summary), dim=1)
+        dots = (z @ z.transpose(1, 2)).flatten(1) / self.width
+        crossed = self.outer(functional.gelu(self.inner(dots))).unflatten(1, (self.tokens, self.width))
+        out: Tensor = self.norm(self.mix(z) + crossed)
         return out
 
     def flops(self, batch: int) -> int:
-        return linear_flops(self.down, batch) + linear_flops(self.up, batch) + self.mix.flops(batch)
+        dots = 2 * batch * self.inputs * self.inputs * self.width
+        return dots + linear_flops(self.inner, batch) + linear_flops(self.outer, batch) + self.mix.flops(batch)
 
 
 class SequenceLayer(nn.Module):

@@ -13,6 +13,7 @@ Choices that the definition leaves open are in the docstrings and in docs/models
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import functional
 from gdpa.data.schema import Schema
 from gdpa.errors import GdpaError
 from gdpa.models.base import ClickModel, DensePart
-from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, event_scalars, module_list, stream_dtype
+from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, event_scalars, module_list, stream_dtype
 from gdpa.models.config import EventConfig, KunlunConfig
 from gdpa.models.sequences import Events
 from gdpa.models.windows import WindowAttention
@@ -67,10 +68,10 @@ class KunlunDense(DensePart):
             Interaction(config.tokens, config.context_tokens + summary, config.width, config.experts, config.fm_rank)
             for _ in range(layers)
         )
-        self.head = Head(config.tokens + summary, config.width, config.head_hidden)
+        self.head = Head(config.tokens, summary, config.width, config.head_hidden)
 
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
-        x = self.features(dense, sparse, sequences)
+        x = first = self.features(dense, sparse, sequences)
         streams = [stack.encode(events) for stack, events in zip(self.groups, sequences, strict=True)]
         cached: list[Tensor | None] = [None] * len(streams)
         for layer, (generate, interact) in enumerate(zip(self.generate, self.interact, strict=True)):
@@ -83,7 +84,7 @@ class KunlunDense(DensePart):
             ]
             x = interact(x, torch.cat((context, *summaries), dim=1))
         finished = self._summaries(len(self.generate), streams, sequences, cached)
-        logits: Tensor = self.head(torch.cat((x, *finished), dim=1))
+        logits: Tensor = self.head(x, first, torch.cat(finished, dim=1))
         return logits
 
     def _summaries(
@@ -164,6 +165,8 @@ class EventEncoder(nn.Module):
         super().__init__()
         self.item = nn.Linear(embedding, width)
         self.scalars = nn.Linear(2 if values else 1, width, bias=False)
+        with torch.no_grad():
+            self.item.weight.copy_(carry(embedding, width))
         self.types = nn.Parameter(torch.empty(types, width))
         nn.init.normal_(self.types)
         self.norm = nn.LayerNorm(width)
@@ -206,6 +209,12 @@ class SummaryPool(nn.Module):
         )
         self.lift = nn.Linear(group.width, width)
         self.norm = nn.LayerNorm(width)
+        with torch.no_grad():
+            # Values, the first of SumKronLinear's products and the lift start as identities, see blocks.carry.
+            nn.init.eye_(self.pool.kv.weight[group.width :])
+            nn.init.eye_(self.pool.condense.feature_weight[0])
+            nn.init.constant_(self.pool.condense.token_weight[:, 0], 1 / math.sqrt(group.seeds))
+            nn.init.eye_(self.lift.weight)
 
     def forward(self, stream: Tensor, events: Events) -> Tensor:
         out: Tensor = self.norm(self.lift(self.pool(stream, events.offsets)))
