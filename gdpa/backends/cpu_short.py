@@ -99,7 +99,7 @@ def backward(
         if dk is not None:
             run.store_keys(dk, ds.mT @ q_run)
     if dq is not None and dq_sum is not None:
-        dq.copy_(dq_sum.view(problem.heads, -1, problem.head_dim).transpose(0, 1))
+        dq.copy_(dq_sum.view(problem.heads, problem.query_rows, problem.head_dim).transpose(0, 1))
     return dq, dk, dv
 
 
@@ -112,8 +112,7 @@ class _Run:
         self.k_rows, self.k_there = _rows(k_ranges[first:last])
         self.wide = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
         both = self.q_there[:, :, None] & self.k_there[:, None, :]  # [n, Lq, Lk]
-        grouped = both[:, None, None].expand(-1, 1, problem.group, -1, -1)
-        self.absent = ~grouped.reshape(last - first, 1, -1, both.shape[2])  # [n, 1, G * Lq, Lk]
+        self.absent = ~both[:, None, None].expand(-1, 1, problem.group, -1, -1).flatten(2, 3)  # [n, 1, G * Lq, Lk]
 
     def queries(self, q: Tensor) -> Tensor:
         if self.problem.query_side == "shared":
@@ -133,8 +132,8 @@ class _Run:
         return tile if self.problem.out_scale == 1 else tile * self.problem.out_scale
 
     def store_queries(self, x: Tensor, tile: Tensor) -> None:
-        n, heads, _, features = tile.shape
-        rows = tile.view(n, heads, self.problem.group, -1, features).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        by_head = tile.unflatten(2, (self.problem.group, self.q_rows.shape[1]))  # [n, Hkv, G, Lq, features]
+        rows = by_head.permute(0, 3, 1, 2, 4).flatten(2, 3)
         self._store(x, rows, self.q_rows, self.q_there)
 
     def store_keys(self, x: Tensor, tile: Tensor) -> None:

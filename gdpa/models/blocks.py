@@ -35,6 +35,7 @@ class FeatureTokens(nn.Module):
         nn.init.eye_(self.mix.weight)
 
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
+        dense = dense.to(self.dense.weight.dtype)
         lengths = torch.stack([events.offsets.diff() for events in sequences], dim=1)
         first = self.dense(torch.cat((dense, torch.log1p(lengths.to(dense.dtype))), dim=1))
         # One product per feature: [features, B, embedding] @ [features, embedding, width].
@@ -112,12 +113,12 @@ def carry(inputs: int, outputs: int) -> Tensor:
 
 
 def event_scalars(events: Events) -> Tensor:
-    """(T, 1 or 2) float32: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|), a quarter of each: then they
+    """(T, 1 or 2) in the items' dtype: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|), a quarter of each: then they
     are of the size of the other features of an event."""
     columns = [torch.log1p(events.ages.clamp(min=0) / HOUR)]
     if events.values is not None:
         columns.append(events.values.sign() * torch.log1p(events.values.abs()))
-    return torch.stack(columns, dim=1) / 4
+    return torch.stack(columns, dim=1).to(events.items.dtype) / 4
 
 
 def stream_dtype(x: Tensor) -> torch.dtype:
