@@ -17,7 +17,7 @@ import torch
 from helpers import clean_env
 from rich.console import Console
 
-from gdpa import cli
+from gdpa import cli, models
 from gdpa.data import parquet
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.train import command, curves
@@ -112,8 +112,6 @@ def test_the_last_line_has_the_scores_and_the_folder_has_the_log_the_picture_and
 
 def test_the_reported_loss_is_the_log_loss_of_the_batch(losses):
     """The first, by the weights as the seed makes them."""
-    from gdpa import models
-
     config = models.PRESETS["kunlun"]["tiny"]
     longest = config.max_history
     batch = SyntheticClicks(8, seed=0, median_length=longest // command.MEDIAN_SHARE, max_length=longest).batch(0)
@@ -271,10 +269,11 @@ def test_histories_that_are_all_empty_train(tmp_path, capsys):
 
 def test_histories_are_cut_to_what_the_preset_uses(tmp_path):
     """The newest events: longer histories of the same end give the same losses."""
-    clicks = SyntheticClicks(8, median_length=300, max_length=400)
+    used = models.PRESETS["kunlun"]["tiny"].max_history
+    clicks = SyntheticClicks(8, median_length=3 * used, max_length=4 * used)
     batches = [clicks.batch(index) for index in range(3)]
     parquet.write(tmp_path / "long.parquet", batches, clicks.schema, row_group=8)
-    parquet.write(tmp_path / "short.parquet", [batch.recent(64) for batch in batches], clicks.schema, row_group=8)
+    parquet.write(tmp_path / "short.parquet", [batch.recent(used) for batch in batches], clicks.schema, row_group=8)
     found = [
         logs.losses(run(tmp_path / name, "--data", str(tmp_path / f"{name}.parquet"), "--steps", "2") / "log.jsonl")
         for name in ("long", "short")

@@ -24,8 +24,8 @@ TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """31 examples, 7 of them held out: with a batch of 6, the last held-out batch has one, and the first rank none of it."""
-    clicks = SyntheticClicks(31, median_length=5, max_length=12)
+    """61 examples, 7 of them held out: with a batch of 6, the last held-out batch has one, and the first rank none of it."""
+    clicks = SyntheticClicks(61, median_length=5, max_length=12)
     path = tmp_path_factory.mktemp("data") / "clicks.parquet"
     parquet.write(path, [clicks.batch(0)], clicks.schema, row_group=24)
     return path

@@ -58,14 +58,14 @@ def test_an_epoch_has_every_training_row_once_and_no_row_that_is_held_out(folder
     made = Parquet(folder, 8, seed=1)
     held = keys(made.held_out(1000))
     everything = keys(parquet.ParquetReader(path, 1000).batches().__next__() for path in sorted(folder.iterdir()))
-    # 100 rows; a tenth is 10, and the last row group of b.parquet has 40 % 12 = 4, the one before it 12.
-    assert held == everything[-16:]
-    assert made.rows == 84
-    per_epoch = 84 // 8
+    # 100 rows, of which 10 are held out; row groups of 12.
+    assert held == everything[-10:]
+    assert made.rows == 90
+    per_epoch = 90 // 8
     first, second = (keys(islice(made.batches(epoch * per_epoch), per_epoch)) for epoch in (0, 1))
     for epoch in (first, second):
-        assert len(set(epoch)) == len(epoch) == 80
-        assert set(epoch) <= set(everything[:-16])
+        assert len(set(epoch)) == len(epoch) == 88
+        assert set(epoch) <= set(everything[:-10])
     assert first != second
     assert set(first) != set(second)  # what is left over is not always the same
 
@@ -79,7 +79,7 @@ def test_a_position_in_parquet_files_gives_the_batches_that_an_uninterrupted_run
 
 def test_a_file_is_read_as_a_folder_with_it(folder):
     made = Parquet(folder / "a.parquet", 8, seed=1)
-    assert made.rows == 48
+    assert made.rows == 54
     assert set(made.facts["row_groups"]) == {"a.parquet"}
     assert all(len(batch) == 8 for batch in islice(made.batches(0), 20))
 
@@ -90,14 +90,10 @@ def test_what_cannot_be_trained_on_is_refused_with_its_reason(folder, tmp_path, 
     (tmp_path / "empty").mkdir()
     with pytest.raises(GdpaError, match=r"--data: expected a folder with \*.parquet files, got .*empty' without any"):
         Parquet(tmp_path / "empty", 8, seed=0)
-    with pytest.raises(
-        GdpaError, match=r"--batch-size: expected at most 84, the training examples in .* \(16 are held out\), got 85"
-    ):
-        Parquet(folder, 85, seed=0)
-    parquet.write(tmp_path / "one.parquet", [clicks.batch(0)], clicks.schema)
-    with pytest.raises(
-        GdpaError, match="expected at least two row groups, of which the last are held out for the evaluation, got 1"
-    ):
+    with pytest.raises(GdpaError, match=r"--batch-size: expected at most 90, the training .* \(10 are held out\), got 91"):
+        Parquet(folder, 91, seed=0)
+    parquet.write(tmp_path / "one.parquet", [clicks.batch(0).rows(0, 1)], clicks.schema)
+    with pytest.raises(GdpaError, match=r"--batch-size: expected at most 0, the training .* \(1 are held out\), got 8"):
         Parquet(tmp_path / "one.parquet", 8, seed=0)
     (tmp_path / "text.parquet").write_text("not Parquet")
     with pytest.raises(GdpaError, match=r"text.parquet: expected a Parquet file, which this is not"):
@@ -119,14 +115,35 @@ def test_an_id_beyond_the_vocabulary_stops_the_training_with_its_row_and_column(
         list(islice(made.batches(0), 12))
 
 
-def test_some_row_groups_are_read_as_if_the_file_had_no_others(folder):
+@pytest.mark.parametrize("rows", [range(60), range(12, 36), range(3, 10), range(10, 50), range(59, 60)], ids=str)
+def test_some_rows_of_a_file_are_read_as_if_it_had_no_others(folder, rows):
     whole = concatenate(list(parquet.ParquetReader(folder / "a.parquet", 8)))
-    reader = parquet.ParquetReader(folder / "a.parquet", 8, row_groups=range(1, 3))
-    assert (reader.rows, len(reader), reader.group_rows) == (24, 3, (12,) * 5)
-    assert keys(reader) == keys([whole.rows(12, 36)])
-    assert sorted(keys(reader.batches(shuffle=5))) == sorted(keys([whole.rows(12, 36)]))
-    with pytest.raises(GdpaError, match="row_groups: expected some of the 5 row groups"):
-        parquet.ParquetReader(folder / "a.parquet", 8, row_groups=range(4, 6))
+    reader = parquet.ParquetReader(folder / "a.parquet", 8, rows=rows)
+    assert (reader.rows, len(reader), reader.group_rows) == (len(rows), -(-len(rows) // 8), (12,) * 5)
+    expected = keys([whole.rows(rows.start, rows.stop)])
+    assert keys(reader) == expected
+    assert sorted(keys(reader.batches(shuffle=5))) == sorted(expected)
+    assert keys(reader.batches(1)) == expected[8:]
+    assert keys(reader.batches(1, shuffle=5)) == keys(reader.batches(shuffle=5))[8:]
+
+
+@pytest.mark.parametrize("rows", [range(50, 61), range(-1, 5), range(0, 10, 2)], ids=str)
+def test_rows_that_a_file_does_not_have_are_refused(folder, rows):
+    with pytest.raises(GdpaError, match="rows: expected some of the 60 rows"):
+        parquet.ParquetReader(folder / "a.parquet", 8, rows=rows)
+
+
+def test_a_wrong_value_in_some_rows_is_reported_by_its_row_in_the_file(tmp_path, clicks):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "wrong.parquet"
+    parquet.write(path, [clicks.batch(0)], clicks.schema, row_group=6)
+    table = pq.read_table(path)
+    labels = table.column("label").to_pylist()
+    labels[14] = 2
+    pq.write_table(table.set_column(0, table.schema.field("label"), pa.array(labels, pa.int8())), path, row_group_size=6)
+    assert len(list(parquet.ParquetReader(path, 4, rows=range(12)))) == 3
+    with pytest.raises(GdpaError, match="row 14, column 'label': expected 0 or 1, got 2"):
+        list(parquet.ParquetReader(path, 4, rows=range(13, 20)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -67,8 +67,8 @@ class ParquetReader:
     schema       None takes the one in the file. Where both are there, names and features must agree; vocabulary sizes are the
                  given ones, and an id beyond them is an error.
     drop_last    leaves out a last batch that is smaller than the others
-    row_groups   None reads all of the file; a range, these row groups alone, as if the file had no others (rows in errors are still
-                 counted from the file's beginning)
+    rows         None reads all of the file; a range, these rows alone, as if the file had no others (rows in errors are still counted
+                 from the file's beginning)
 
     Opening the file checks its columns; reading checks every value. `len(reader)` is the number of batches, `reader.rows` that of
     examples.
@@ -85,7 +85,7 @@ class ParquetReader:
         *,
         schema: Schema | None = None,
         drop_last: bool = False,
-        row_groups: range | None = None,
+        rows: range | None = None,
     ) -> None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise GdpaError(f"batch_size: expected an integer of at least 1, got {batch_size!r}")
@@ -94,11 +94,17 @@ class ParquetReader:
             self.schema = self._agreed(schema, file)
             self._check_columns(file.schema_arrow)
             self.group_rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-        every = range(len(self.group_rows))
-        self._chosen = every if row_groups is None else row_groups
-        if any(group not in every for group in self._chosen):
-            raise GdpaError(f"row_groups: expected some of the {len(every)} row groups of {self.path}, got {row_groups}")
-        self.rows: int = sum(self.group_rows[group] for group in self._chosen)
+        every = range(sum(self.group_rows))
+        chosen = every if rows is None else rows
+        if chosen.step != 1 or chosen.start < 0 or chosen.stop > len(every):
+            raise GdpaError(f"rows: expected some of the {len(every)} rows of {self.path} in order, got {rows}")
+        # (row group, its first row that is read, the row after the last), counted from the row group's beginning
+        self._parts: list[tuple[int, int, int]] = []
+        for group, (start, count) in enumerate(zip(accumulate(self.group_rows, initial=0), self.group_rows, strict=False)):
+            first, last = max(chosen.start - start, 0), min(chosen.stop - start, count)
+            if first < last:
+                self._parts.append((group, first, last))
+        self.rows: int = sum(last - first for _, first, last in self._parts)
         if not self.rows:
             raise GdpaError(f"{self.path}: expected at least one row, got none")
 
@@ -127,18 +133,17 @@ class ParquetReader:
     def pieces(self, skip: int = 0, shuffle: int | None = None) -> Iterator[Batch]:
         """The rows in reading order from number `skip` on, in batches of any size: `batches` before they are cut to one size."""
         first_rows = [0, *accumulate(self.group_rows)]
-        order = list(self._chosen)
+        parts = self._parts
         if shuffle is not None:
-            order = [order[place] for place in permutation(len(order), shuffle).tolist()]
+            parts = [parts[place] for place in permutation(len(parts), shuffle).tolist()]
         with self._open() as file:
-            for group in order:
-                count = self.group_rows[group]
-                if skip >= count:
-                    skip -= count
+            for group, first, last in parts:
+                if skip >= last - first:
+                    skip -= last - first
                     continue
-                pieces = self._read_group(file, group, first_rows[group])
+                pieces = _between(self._read_group(file, group, first_rows[group]), first, last)
                 if shuffle is not None:
-                    pieces = iter([concatenate(list(pieces)).select(permutation(count, shuffle, group + 1))])
+                    pieces = iter([concatenate(list(pieces)).select(permutation(last - first, shuffle, group + 1))])
                 for piece in pieces:
                     passed = min(skip, len(piece))
                     skip -= passed
@@ -279,6 +284,18 @@ def of_size(pieces: Iterable[Batch], size: int) -> Iterator[Batch]:
         waiting = [joined.rows(start, len(joined))] if start < len(joined) else []
     if waiting and sum(map(len, waiting)):
         yield concatenate(waiting)
+
+
+def _between(pieces: Iterable[Batch], first: int, last: int) -> Iterator[Batch]:
+    """The examples from number `first` to `last` - 1 of all the pieces together; what comes after them is not read."""
+    start = 0
+    for piece in pieces:
+        low, high = max(first - start, 0), min(last - start, len(piece))
+        if low < high:
+            yield piece if (low, high) == (0, len(piece)) else piece.rows(low, high)
+        start += len(piece)
+        if start >= last:
+            return
 
 
 def permutation(count: int, *key: int) -> Tensor:

@@ -2,13 +2,14 @@
 
     synthetic   gdpa.data.synthetic, without end. Held out: the batches from index HELD_OUT on, which no run trains on.
     a path      a Parquet file or a folder of them, read again and again in an order that differs from epoch to epoch. Held out: the
-                last row groups, at least HELD_OUT_SHARE of the rows.
+                last HELD_OUT_SHARE of the rows.
 
 Both give whole batches: what is left over at the end of an epoch, less than a batch, is not trained on in that epoch.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -93,26 +94,16 @@ class Parquet:
         self.schema = whole[0].schema
         whole += [ParquetReader(file, batch_size, schema=self.schema) for file in files[1:]]
         rows = sum(reader.rows for reader in whole)
+        self.rows = rows - math.ceil(rows * HELD_OUT_SHARE)  # that are trained on
         self._training: list[ParquetReader] = []
         self._held_out: list[ParquetReader] = []
-        wanted = rows * HELD_OUT_SHARE
-        for reader in reversed(whole):
-            groups = len(reader.group_rows)
-            first = groups
-            while first > 0 and wanted > 0:
-                first -= 1
-                wanted -= reader.group_rows[first]
-            if first:
-                self._training.insert(0, ParquetReader(reader.path, batch_size, schema=self.schema, row_groups=range(first)))
-            if first < groups:
-                held = ParquetReader(reader.path, batch_size, schema=self.schema, row_groups=range(first, groups))
-                self._held_out.insert(0, held)
-        self.rows = sum(reader.rows for reader in self._training)
-        if not self._training:
-            raise GdpaError(
-                f"{path}: expected at least two row groups, of which the last are held out for the evaluation, got "
-                f"{sum(len(reader.group_rows) for reader in whole)}; write it with smaller ones (gdpa.data.parquet.write, row_group=)"
-            )
+        before = 0
+        for reader in whole:
+            bound = min(max(self.rows - before, 0), reader.rows)
+            for readers, part in ((self._training, range(bound)), (self._held_out, range(bound, reader.rows))):
+                if part:
+                    readers.append(ParquetReader(reader.path, batch_size, schema=self.schema, rows=part))
+            before += reader.rows
         if self.rows < batch_size:
             raise GdpaError(
                 f"--batch-size: expected at most {self.rows}, the training examples in {path} ({rows - self.rows} are held out), "
