@@ -30,7 +30,7 @@ from gdpa.expression import Expression
 from gdpa.folding import ONE, Coefficient, Folded, StepOperand, fold, spelled
 from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
 
-GENERATOR_VERSION = 7
+GENERATOR_VERSION = 9
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ _PREAMBLES = {
 # Columns of a tile that `packed` computes in float32. Packed scores are rounded to bfloat16 before the activation and P once more after it:
 # sums over many keys stay well inside the error budget, single ones do not. So sequences of up to this many keys have no packed
 # ones, and longer ones have a share of exact ones.
-EXACT_COLUMNS = 32
+EXACT_COLUMNS = 64
 
 _COLUMNS = {"triton": "tl.arange(0, s.shape[1])", "gluon": "tl.arange(0, s.shape[1], tl.SliceLayout(0, s.type.layout))"}
 _PACKING = '''

@@ -196,22 +196,26 @@ class Folded:
 
     @cached_property
     def gated(self) -> bool:
-        """Whether it is s * tanh(u) + s, where u is s times a positive number or line in s * s: silu, gelu and their like.
+        """Whether it is s * tanh(u) + s, where u is s times a line in s * s with positive coefficients: gelu and its like.
 
         Then u changes by no more than a multiple of what the relative errors of its steps are, and so does f.
         """
-        if len(self.steps) < 4 or any(isinstance(x, float) for step in self.steps for x in step.operands):
+        if [step.operation for step in self.steps] != ["mul", "mul", "add", "mul", "tanh", "mul", "add"]:
             return False
-        *inside, tanh, product, total = self.steps
-        last = len(self.steps) - 1
+        square, term, line, inner, tanh, product, total = (step.operands for step in self.steps)
+        slope, offset = term[-1], line[-1]
         return (
-            (total.operation, set(total.operands)) == ("add", {SCORE, Ref(last - 1)})
-            and (product.operation, set(product.operands)) == ("mul", {SCORE, Ref(last - 2)})
-            and (tanh.operation, tanh.operands) == ("tanh", (Ref(last - 3),))
-            and (inside[-1].operation == "mul" and SCORE in inside[-1].operands)
-            and [step.operation for step in inside[:-1]] in ([], ["mul", "mul", "add"])
-            and all(x.number > 0.0 for step in inside for x in step.operands if isinstance(x, Coefficient))
-            and self.outputs == (Ref(last),)
+            square == (SCORE, SCORE)
+            and term == (Ref(0), slope)
+            and line == (Ref(1), offset)
+            and isinstance(slope, Coefficient)
+            and isinstance(offset, Coefficient)
+            and min(slope.number, offset.number) > 0.0
+            and set(inner) == {SCORE, Ref(2)}
+            and tanh == (Ref(3),)
+            and set(product) == {SCORE, Ref(4)}
+            and set(total) == {SCORE, Ref(5)}
+            and self.outputs == (Ref(6),)
         )
 
 

@@ -56,22 +56,21 @@ def run_steps(text, s, scale):
     return values["$0"]
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
-def test_gated_activations_have_a_packed_form(name):
-    assert written(name) is not None
-    copy = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}.get(name)
-    if copy is not None:
-        assert written(Activation(lambda s: copy(s) / 64).key) == written(name), "but for a factor they are the same"
+def test_gelus_have_a_packed_form():
+    assert written("gelu") is not None
+    assert written("gelu_tanh") is not None
+    halved = Activation(lambda s: torch.nn.functional.gelu(s) / 64)
+    assert written(halved.key) == written("gelu"), "but for a factor they are the same"
 
 
 @pytest.mark.parametrize(
     "fn",
     [
-        *(name for name in activations() if name not in ("silu", "gelu", "gelu_tanh")),
+        *(name for name in activations() if name not in ("gelu", "gelu_tanh")),
         lambda s: s * torch.tanh(s + 3.0) + s,  # the error of s + 3 is not a share of s
         lambda s: s * torch.tanh(s * (4.0 - s * s)) + s,  # nor that of 4 - s * s one of itself
-        lambda s: s * s * torch.sigmoid(s),
-        lambda s: s * torch.sigmoid(-s),
+        lambda s: s * s * torch.nn.functional.gelu(s),
+        lambda s: torch.nn.functional.gelu(-s),
     ],
     ids=lambda fn: fn if isinstance(fn, str) else fn.__name__,
 )
@@ -80,10 +79,10 @@ def test_others_have_none(fn):
 
 
 def test_heads_without_a_packed_form_round_the_exact_one():
-    source = generate(("relu", "silu"), fast=True, frontend="gluon")
+    source = generate(("relu", "gelu"), fast=True, frontend="gluon")
     assert "def packed_value_0(s, scale):\n    return scaled_value_0(s, scale).to(tl.bfloat16)" in source
     assert "activate_packed" not in generate(("relu",), fast=True)
-    assert "activate_packed" not in generate(("silu",)), "fp16 and fp32 round finer than these steps"
+    assert "activate_packed" not in generate(("gelu",)), "fp16 and fp32 round finer than these steps"
 
 
 def test_constants_err_less_together_than_alone():
@@ -92,7 +91,7 @@ def test_constants_err_less_together_than_alone():
 
 
 @pytest.mark.parametrize("scale", [SCALE, 1.0, 1e-3])
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 def test_the_steps_compute_the_activation(name, scale):
     x = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([1e4, 1e30, 0.0, -40.0])]).double()
     s = (x / scale).float().double()
@@ -105,12 +104,12 @@ def test_the_steps_compute_the_activation(name, scale):
 
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["values around 0", "values around 1"])
 @pytest.mark.parametrize("spread", [0.1, 0.3, 1.0, 3.0])
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 def test_problems_of_some_rows_stay_inside_the_budget(name, spread, mean):
     """Every problem judged as gdpa.numerics judges it; sequences of up to EXACT_COLUMNS keys have no packed scores."""
     generator = torch.Generator().manual_seed(3)
     text = written(name)
-    for rows, keys in ((16, EXACT_COLUMNS + 1), (16, 64), (16, 128), (32, 300)):
+    for rows, keys in ((4, EXACT_COLUMNS + 1), (4, 96), (4, 128), (16, 300)):
         count = 60
         x = torch.randn(count, rows, keys, generator=generator, dtype=torch.float64) * spread
         s = (x / SCALE).float().double()
