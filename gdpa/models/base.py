@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,8 @@ class ClickModel(nn.Module):
             lengths = [offsets.diff() for offsets in self._arranged_on_host(batch).offsets]
         tables = Part("tables", sum(parameter.numel() for _, parameter in self.table_parameters()), 0)
         parts = (tables, *self.dense.parts(lengths))
+        if batch is None:
+            parts = tuple(replace(part, flops=0) for part in parts)
         counts = (None, None) if batch is None else (len(batch), batch.history.items.shape[0])
         return Summary(f"{type(self).__name__}, {sum(p.parameters for p in parts):,} parameters", parts, *counts)
 

@@ -113,8 +113,10 @@ def carry(inputs: int, outputs: int) -> Tensor:
 
 
 def event_scalars(events: Events) -> Tensor:
-    """(T, 1 or 2) in the items' dtype: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|), a quarter of each: then they
-    are of the size of the other features of an event."""
+    """(T, 1 or 2) in the dtype of the items: log(1 + age in hours) and, where events have values, sign(v) log(1 + |v|).
+
+    A quarter of each, so that they are of the size of the other features of an event.
+    """
     columns = [torch.log1p(events.ages.clamp(min=0) / HOUR)]
     if events.values is not None:
         columns.append(events.values.sign() * torch.log1p(events.values.abs()))
