@@ -30,7 +30,7 @@ from gdpa.expression import Expression
 from gdpa.folding import ONE, Coefficient, Folded, StepOperand, fold, spelled
 from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
 
-GENERATOR_VERSION = 9
+GENERATOR_VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class DeviceFunctions:
             g and c may differ from those of `scaled` and `factor`.
         pair_factors: `pair_factors(scale, head) -> (c, d)`, float32 scalars.
         packed: `activate_packed(s, scale, head) -> g`, the g of `scaled` as a bfloat16 tile, computed two scores at a time in bfloat16
-            but for the first EXACT_COLUMNS of every tile; None where no activation has such a form. Needs sm_90.
+            but for the first EXACT_COLUMNS of every tile; None where heads differ or the activation has no
+            such form. Needs sm_90.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -111,14 +112,15 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
     distinct = list(dict.fromkeys(keys))
     writer = _Writer(fast)
     functions: list[str] = []
-    packed: dict[int, str | None] = {}
+    packed = None
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
         if fast:
             functions += writer.scaled_functions("value", i, expression, 1)
             functions += writer.scaled_functions("pair", i, expression, 2)
-            packed[i] = writer.packed_function(i, expression)
+            # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
+            packed = writer.packed_function(i, expression) if len(distinct) == 1 else None
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
     if fast:
@@ -128,11 +130,8 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
             _dispatch("activate_pair_scaled", "scaled_pair", "s, scale", "g, dg", heads),
             _dispatch("pair_factors", "factors_of_pair", "scale", "c, d", heads),
         ]
-        if any(packed.values()):
-            functions += [
-                _PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS),
-                *(packed[i] or _rounded_function(i) for i in packed),
-            ]
+        if packed is not None:
+            functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS), packed]
             dispatch.append(_dispatch("activate_packed", "packed_value", "s, scale", "g", heads))
     else:
         dispatch += _UNFOLDED
@@ -180,10 +179,6 @@ def both(k):
 def exact_columns(s):
     return ({columns} < {exact})[None, :]
 '''.strip()
-
-
-def _rounded_function(number: int) -> str:
-    return f"@jit\ndef packed_value_{number}(s, scale):\n    return scaled_value_{number}(s, scale).to(tl.bfloat16)"
 
 
 # A number becomes a scalar of the device by being assigned.
