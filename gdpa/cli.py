@@ -105,18 +105,30 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     what = bench.add_argument_group("what is measured")
     what.add_argument("--list", action="store_true", help="print the cases with their sizes, FLOPs and bytes; measure nothing")
     what.add_argument("--case", action="append", metavar="NAME", help="such as self-512-jag; may be repeated")
-    what.add_argument("--suite", metavar="NAME", help=f"{', '.join(SUITES)} (default: full on a GPU, quick on a CPU)")
+    what.add_argument("--suite", metavar="NAME", help=f"{', '.join(SUITES)} (default: full on a GPU, quick on a CPU), or train")
     what.add_argument("--mode", action="append", metavar="NAME", help=f"{', '.join(MODES)} (default: forward and backward)")
-    what.add_argument("--provider", action="append", metavar="NAME", help=f"all, or some of {', '.join(providers.NAMES)}")
+    what.add_argument(
+        "--provider", "--providers", action="append", metavar="NAME", help=f"all, or some of {', '.join(providers.NAMES)}"
+    )
     what.add_argument("--activation", action="append", metavar="NAME", help="may be repeated (default: gelu)")
-    what.add_argument("--batch", type=_positive, help="sequences (default: 1152 on a GPU, 32 on a CPU)")
+    what.add_argument(
+        "--batch", type=_positive, help="sequences (default: 1152 on a GPU, 32 on a CPU; of --suite train: the preset's)"
+    )
     what.add_argument("--heads", type=_positive, help="heads (default: 4)")
     what.add_argument("--dim", type=_positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
     what.add_argument("--dtype", type=_dtype, help="bf16, fp16 or fp32 (default: bf16 on a GPU, fp32 on a CPU)")
     what.add_argument("--seed", type=int, help="of the lengths and the data (default: 0)")
     _device_argument(what)
+    step = bench.add_argument_group("--suite train: a training step, with the attention done by each provider")
+    step.add_argument("--model", action="append", metavar="NAME", help="interformer, kunlun (default: both); may be repeated")
+    step.add_argument("--preset", metavar="NAME", help="tiny, small or gem-block (default: gem-block on a GPU, tiny on a CPU)")
+    step.add_argument("--steps", type=_positive, help="timed steps of each provider's turn, at most (default: 4)")
     how = bench.add_argument_group("how")
-    how.add_argument("--seconds", type=float, help="rounds of each case, activation and mode (default: 0.7 on a GPU, 3 on a CPU)")
+    how.add_argument(
+        "--seconds",
+        type=float,
+        help="rounds of each case, activation and mode (default: 0.7 on a GPU, 3 on a CPU), or of each model (8 and 5)",
+    )
     how.add_argument("--memory", action="store_true", help="also the peak memory of a call, beyond its inputs")
     how.add_argument("--cold", action="store_true", help="also the first call of a process with empty caches")
     how.add_argument("--graph", action="store_true", help="also the replay of a CUDA graph")

@@ -75,14 +75,14 @@ def losses(whole):
 
 def at_step(monkeypatch, number, action):
     """Do something before the training step of that number, counted from 0."""
-    train = Loop._train
+    train = Loop.train_step
 
     def patched(self, *arguments):
         if self.step == number:
             action(self)
         return train(self, *arguments)
 
-    monkeypatch.setattr(Loop, "_train", patched)
+    monkeypatch.setattr(Loop, "train_step", patched)
 
 
 @pytest.mark.parametrize("model", ["kunlun", "interformer"])

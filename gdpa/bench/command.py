@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from gdpa.activations import resolve
-from gdpa.bench import cases, compare, machine, providers, tables, warm
+from gdpa.bench import cases, compare, machine, providers, tables, training_report, warm
 from gdpa.bench import run as bench_run
 from gdpa.bench.cases import MODES, SUITES, Mode
 from gdpa.bench.providers import check_choice
@@ -26,6 +26,7 @@ from gdpa.bench.timing import Effort
 from gdpa.errors import GdpaError
 
 GPU_SECONDS, CPU_SECONDS = 0.7, 3.0
+TRAIN = "train"  # the suite of gdpa.bench.training
 DEFAULT_MODES: tuple[Mode, ...] = ("forward", "backward")
 
 
@@ -46,6 +47,9 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         path = getattr(options, name)
         if path is not None:
             outputs[name] = _writable(f"--{name}", path)
+    if options.show is not None and training_report.is_training(options.show):
+        training_report.show(training_report.load(options.show, "--show"), console)
+        return 0
     if options.show is not None:
         results = _loaded(options.show)
         tables.show(results, console)
@@ -55,6 +59,14 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         # CUDA's events and graphs belong to the current device.
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
+    if options.suite == TRAIN:
+        from gdpa.bench import training  # the other suites do not wait for the models and torch.distributed
+
+        training_plan = training.plan_of(options, device, listed)
+        return training.bench(training_plan, options.command_line, outputs.get("json"), console, progress_console)
+    for name in ("model", "preset", "steps"):
+        if getattr(options, name) is not None:
+            raise GdpaError(f"--{name}: expected with --suite {TRAIN} alone, got it without")
     plan = _plan(options, device)
     if options.list:
         console.print(_size_line(plan))
@@ -121,7 +133,7 @@ def _plan(options: argparse.Namespace, device: torch.device) -> bench_run.Plan:
     if options.seconds is not None and not options.seconds > 0:
         raise GdpaError(f"--seconds: expected a positive number, got {options.seconds}")
     if options.suite is not None:
-        check_choice("--suite", options.suite, tuple(SUITES))
+        check_choice("--suite", options.suite, (*SUITES, TRAIN))
     if options.graph and not gpu:
         raise GdpaError(f"--graph: expected a CUDA device, since CUDA graphs need one, got {device}")
     modes = listed(options.mode) or list(DEFAULT_MODES)

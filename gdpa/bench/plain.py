@@ -186,12 +186,12 @@ class Flex(Provider):
         return padded.call(leaves, compiled(forward) if on_gpu else forward)
 
 
-def compiled(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch.compile, which raises where it would run something eagerly without a word: at a graph break, or after too many cases."""
     torch._dynamo.config.recompile_limit = 4096
     torch._dynamo.config.accumulated_recompile_limit = 4096
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    result: Callable[[], Tensor] = torch.compile(function, dynamic=False, fullgraph=True)
+    result: Callable[..., Tensor] = torch.compile(function, dynamic=False, fullgraph=True)
     return result
 
 

@@ -104,7 +104,7 @@ class Loop:
             self._clock.start()
             while self.step < settings.steps and not stopped:
                 host_batch, examples, tokens = next(batches)
-                loss, norm = self._train(host_batch.to(world.device, non_blocking=True), examples, window)
+                loss, norm = self.train_step(host_batch.to(world.device, non_blocking=True), examples, window)
                 losses.append(loss)
                 norms.append(norm)
                 self.step += 1
@@ -145,9 +145,9 @@ class Loop:
         """What the model may see of a batch."""
         return batch.without_history() if self.settings.no_history else batch.recent(self.settings.config.max_history)
 
-    def _train(self, batch: Batch, examples: int, window: metrics.Window) -> tuple[Tensor, Tensor]:
+    def train_step(self, batch: Batch, examples: int, window: metrics.Window) -> tuple[Tensor, Tensor]:
         """One step on this rank's rows of a batch of `examples`. Returns the loss of the whole batch and the norm of its gradient."""
-        logits = self._logits(batch)
+        logits = self.logits(batch)
         total = metrics.log_losses(logits, batch.labels).sum()
         # Gradients are averaged over the ranks; the mean over the global batch is their sum.
         (total * (self.world.size / examples)).backward()
@@ -156,7 +156,7 @@ class Loop:
         window.add(logits.detach(), batch.labels)
         return loss, norm
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: Batch) -> Tensor:
         device = self.world.device.type
         with torch.autocast(device, torch.bfloat16) if self.settings.bf16 else nullcontext():
             logits: Tensor = self.wrapped(batch)
@@ -204,7 +204,7 @@ class Loop:
         for batch in self._held_out():
             if self._asked_to_stop():
                 return None
-            logits.append(self._logits(batch).float().cpu())
+            logits.append(self.logits(batch).float().cpu())
             labels.append(batch.labels.cpu())
         self.model.train()
         device = self.world.device

@@ -37,8 +37,8 @@ def run(folder: Path, *options: str, status: int = 0) -> Path:
 
 
 def around_steps(monkeypatch: pytest.MonkeyPatch, wrapped: Callable[[Loop, Callable[[], Any]], Any]) -> None:
-    train = Loop._train
-    monkeypatch.setattr(Loop, "_train", lambda self, *arguments: wrapped(self, lambda: train(self, *arguments)))
+    train = Loop.train_step
+    monkeypatch.setattr(Loop, "train_step", lambda self, *arguments: wrapped(self, lambda: train(self, *arguments)))
 
 
 @pytest.mark.parametrize("model", ["kunlun", "interformer"])
