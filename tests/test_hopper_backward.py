@@ -39,13 +39,13 @@ class TestPlan:
         ("form", "keys", "batch", "expected"),
         [
             ("dense", 128, 4, "STORE 128"),
-            ("dense", 129, 400, "MIXED 512"),
-            ("dense", 512, 400, "MIXED 512"),
-            ("dense", 512, 4, "ADD 128"),
-            ("dense", 513, 400, "ADD 128"),
+            ("dense", 129, 400, "MIXED 256"),
+            ("dense", 256, 400, "MIXED 256"),
+            ("dense", 256, 4, "ADD 128"),
+            ("dense", 257, 400, "ADD 128"),
             ("dense-key", 100, 4, "STORE 128"),
             ("packed", 100, 4, "MIXED 128"),
-            ("packed", 100, 400, "MIXED 512"),
+            ("packed", 100, 400, "MIXED 128"),
             ("packed", 600, 400, "MIXED 128"),
             ("shared-query", 100, 400, "ADD 128"),
         ],
@@ -64,10 +64,10 @@ class TestPlan:
 
         from gdpa.backends.hopper import launch_backward as launch
 
-        case = make_case("dense", q_lengths=(3,) * 4, k_lengths=(300,) * 4, heads=4, head_dim=8)
+        case = make_case("dense", q_lengths=(3,) * 4, k_lengths=(250,) * 4, heads=4, head_dim=8)
         deterministic = dataclasses.replace(case.problem, deterministic=True)
         assert launch.is_deterministic(deterministic)
-        assert launch.plan(deterministic, True, 132) == (launch.MIXED, 512)
+        assert launch.plan(deterministic, True, 132) == (launch.MIXED, 256)
 
 
 class TestCopy:

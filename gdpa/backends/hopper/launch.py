@@ -79,6 +79,7 @@ def forward(
         k.stride()[-3:],
         v.stride()[-3:],
         out_scale is None,
+        _has_many_rows(problem),
     )
     recipe = _recipes.get(key)
     if recipe is None or not in_place(q, k, v):
@@ -104,6 +105,12 @@ def forward(
         *recipe.constants,
     )
     return out
+
+
+def _has_many_rows(problem: Problem) -> bool:
+    """Whether so many rows share the error budget that packed scores, rounded twice, stay inside it (docs/numerics.md)."""
+    rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
+    return rows * problem.heads >= 16
 
 
 def in_place(q: Tensor, *others: Tensor) -> bool:
@@ -197,8 +204,9 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
     """The kernel's compile-time arguments, in its order."""
     # bf16 takes the approximate instructions: they err less than its rounding of P. fp16 rounds eight times finer.
     functions = device_functions(problem.activations, fast=problem.dtype == torch.bfloat16, frontend="gluon")
+    packed = functions.packed is not None and _has_many_rows(problem)
     return {
-        "activate": functions.scaled,
+        "activate": functions.packed if packed else functions.scaled,
         "factor": functions.factor,
         "HEADS": problem.heads,
         "GROUP": problem.group,
@@ -211,6 +219,7 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "Q_SHARED": problem.query_side == "shared",
         "SCALE_PER_SEQUENCE": out_scale is not None,
+        "PACKED": packed,
         "MASK_TAIL": not all(Activation.from_key(key).tail_safe for key in problem.activations),
     }
 

@@ -29,12 +29,23 @@ def join(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def pinned(x):
-    """x, fp32 or 16 bits wide, computed before what comes next in the program. Left alone, the compiler moves it down to its first use,
-    past the point where most registers are live (140 spills), and waits for the product that it should overlap."""
-    if x.dtype == gl.float32:
-        return gl.inline_asm_elementwise("// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
-    else:
-        return gl.inline_asm_elementwise("// pinned", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+    """fp32 x, computed before what comes next in the program. Left alone, the compiler moves it down to its first use, past the point
+    where most registers are live (140 spills), and waits for the product that it should overlap."""
+    return gl.inline_asm_elementwise("// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def divide(x, NEVER: gl.constexpr):
+    """The assembler moves nothing across: a branch that is never taken (x is not NEVER) ends the block. It otherwise puts three quarters
+    of an activation behind the wait that it should precede, pinned or not. NEVER differs from place to place, lest two become one."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $1, $2; @p trap; mov.b32 $0, $1; }",
+        "=r,r,n",
+        [x, NEVER],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
