@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import doctest
+import importlib
 import json
 import math
 from dataclasses import replace
@@ -654,6 +656,12 @@ class TestSummary:
         lines = str(summary).splitlines()
         assert f"{summary.forward_flops:,}" in lines[-2] and f"{summary.parameters:,}" in lines[0]
         assert lines[-1] == f"for a batch of 16 examples and {len(batch.history.items)} events"
+
+
+@pytest.mark.parametrize("module", ["", ".interformer", ".kunlun"])
+def test_examples_in_docstrings_run(module: str) -> None:
+    failed, ran = doctest.testmod(importlib.import_module(f"gdpa.models{module}"), extraglobs={"gdpa": gdpa})
+    assert ran >= 3 and failed == 0
 
 
 def test_configs_are_frozen() -> None:
