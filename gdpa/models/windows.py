@@ -43,7 +43,9 @@ class WindowAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3 * self.heads, self.width // self.heads))
         turned, v = qkv.split((2 * self.heads, self.heads), dim=1)
         q, k = self.rotary(turned, offsets, ages).split((self.heads, self.heads), dim=1)
-        if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and varlen_takes_windows():
+        halves = q.dtype in (torch.bfloat16, torch.float16)
+        # varlen_attn refuses a batch without rows.
+        if q.device.type == "cuda" and halves and q.shape[0] > 0 and varlen_takes_windows():
             from torch.nn.attention.varlen import varlen_attn
 
             attended = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(self.window - 1, 0))
