@@ -205,3 +205,30 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         out = launch.forward(case.problem, *case.inputs[:3], case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, None)
         assert not out.any()
     assert not kernel.calls
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({"activation": "gelu"}, True),
+        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (2,), "k_lengths": (5, 300)}, True),
+        ({"activation": "gelu", "form": "shared-query", "q_lengths": (1,), "k_lengths": (5, 300)}, False),
+        ({"activation": "gelu", "q_lengths": (1, 2)}, False),
+        ({"activation": "silu"}, False),
+        ({"activation": "gelu", "dtype": torch.float16}, False),
+        ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
+    ],
+    ids=["gelu", "a few rows for each of several", "a row for each", "few rows", "silu", "fp16", "heads that differ"],
+)
+def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
+    from gdpa.backends.hopper import launch
+
+    case = make_case(
+        **{"q_lengths": (130, 7), "k_lengths": (5, 300), "heads": 4, "head_dim": 64, "dtype": torch.bfloat16} | options
+    )
+    q, k, v = case.inputs[:3]
+    constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
+    assert constants["PACKED"] == packed
+    functions = launch.device_functions(case.problem.activations, fast=case.problem.dtype == torch.bfloat16, frontend="gluon")
+    assert constants["activate"] is (functions.packed if packed else functions.scaled)
