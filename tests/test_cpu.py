@@ -512,7 +512,7 @@ def test_many_short_sequences_share_products_and_match_the_oracle(
     form: str, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = spy(monkeypatch, cpu_short, "_Run")
-    monkeypatch.setattr(cpu_short, "RUN_SCORES", 5 * 5 * 16 * 4)  # so that 13 sequences need several runs
+    monkeypatch.setattr(cpu_short, "LEAST_IN_RUN", 3)  # so that 13 sequences make several runs
     for seed, (activation, out_scale) in enumerate(
         [("gelu", None), ("sigmoid", "per-sequence"), ("exp", 0.5), (lambda x: torch.log(x.abs()), "per-sequence")]
     ):
@@ -537,7 +537,7 @@ def test_many_short_sequences_share_products_and_match_the_oracle(
 @pytest.mark.parametrize("form", ["packed", "dense-key", "shared-query"])
 @pytest.mark.parametrize("empty", ["queries", "keys", "half"])
 def test_short_sequences_that_are_all_empty_on_one_side_give_zeros(form: str, empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_short, "RUN_SCORES", 4 * 3 * 3 * 2)
+    monkeypatch.setattr(cpu_short, "LEAST_IN_RUN", 4)
     some, none = (3,) * 12, (0,) * 12
     half = (0,) * 8 + (3,) * 4  # whole runs of it are empty
     lengths = {"queries": (none, some), "keys": (some, none), "half": (half, half[::-1])}[empty]

@@ -1,4 +1,4 @@
-"""Batches of many short sequences on the CPU: padded to each other's length, a run of them at a time.
+"""Batches of many short sequences on the CPU: padded to each other's length, a run of similar ones at a time.
 
 Sequence by sequence, the tiles of gdpa/backends/cpu.py cost some 100 microseconds of Python and dispatch each, whatever their size. Here a
 run of sequences is one batched product:
@@ -25,6 +25,7 @@ from gdpa.problem import Problem, row_ranges
 LEAST_SEQUENCES = 8
 MOST_SCORES = 1 << 14  # of the longest sequence, over all heads
 RUN_SCORES = 1 << 19
+LEAST_IN_RUN = 16  # fewer cost more in calls than their padding does
 
 
 def takes(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
@@ -104,12 +105,12 @@ def backward(
 
 
 class _Run:
-    """Sequences `first` to `last` - 1. Tiles are [n, Hkv, G * Lq, features] of queries and [n, Hkv, Lk, features] of keys."""
+    """The sequences `members`. Tiles are [n, Hkv, G * Lq, features] of queries and [n, Hkv, Lk, features] of keys."""
 
-    def __init__(self, problem: Problem, first: int, last: int, q_ranges: _Ranges, k_ranges: _Ranges) -> None:
-        self.problem, self.first, self.last = problem, first, last
-        self.q_rows, self.q_there = _rows(q_ranges[first:last])
-        self.k_rows, self.k_there = _rows(k_ranges[first:last])
+    def __init__(self, problem: Problem, members: list[int], q_ranges: _Ranges, k_ranges: _Ranges) -> None:
+        self.problem, self.members = problem, torch.tensor(members)
+        self.q_rows, self.q_there = _rows([q_ranges[member] for member in members])
+        self.k_rows, self.k_there = _rows([k_ranges[member] for member in members])
         self.wide = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
         both = self.q_there[:, :, None] & self.k_there[:, None, :]  # [n, Lq, Lk]
         self.absent = ~both[:, None, None].expand(-1, 1, problem.group, -1, -1).flatten(2, 3)  # [n, 1, G * Lq, Lk]
@@ -128,7 +129,7 @@ class _Run:
 
     def scaled(self, tile: Tensor, out_scale: Tensor | None) -> Tensor:
         if out_scale is not None:
-            return tile * out_scale[self.first : self.last].to(self.wide)[:, None, None, None]
+            return tile * out_scale[self.members].to(self.wide)[:, None, None, None]
         return tile if self.problem.out_scale == 1 else tile * self.problem.out_scale
 
     def store_queries(self, x: Tensor, tile: Tensor) -> None:
@@ -147,7 +148,7 @@ class _Run:
 
     def _load(self, x: Tensor, rows: Tensor, there: Tensor) -> Tensor:
         if x.dim() == 4:
-            return x[self.first : self.last].to(self.wide)
+            return x[self.members].to(self.wide)
         if x.shape[0] == 0:
             return x.new_zeros(*rows.shape, *x.shape[1:], dtype=self.wide)
         found = x.index_select(0, rows.flatten().clamp(max=x.shape[0] - 1)).to(self.wide).view(*rows.shape, *x.shape[1:])
@@ -155,7 +156,7 @@ class _Run:
 
     def _store(self, x: Tensor, tile: Tensor, rows: Tensor, there: Tensor) -> None:
         if x.dim() == 4:
-            x[self.first : self.last] = tile.to(x.dtype)
+            x[self.members] = tile.to(x.dtype)
         else:
             x[rows[there]] = tile[there].to(x.dtype)
 
@@ -166,10 +167,17 @@ _Ranges = list[tuple[int, int]]
 def _runs(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Iterator[_Run]:
     queries = row_ranges(cu_seqlens_q, problem.batch, problem.query_rows)
     keys = row_ranges(cu_seqlens_k, problem.batch, problem.key_rows)
-    longest = max(length for _, length in queries) * max(length for _, length in keys) * problem.heads
-    count = max(1, RUN_SCORES // max(1, longest))
-    for first in range(0, problem.batch, count):
-        yield _Run(problem, first, min(first + count, problem.batch), queries, keys)
+    scores = [problem.heads * q_len * k_len for (_, q_len), (_, k_len) in zip(queries, keys, strict=True)]
+    order = sorted(range(problem.batch), key=scores.__getitem__, reverse=True)
+    start = 0
+    while start < len(order):
+        longest = scores[order[start]]
+        most = start + max(1, RUN_SCORES // max(1, longest))
+        stop = min(start + LEAST_IN_RUN, most, len(order))
+        while stop < min(most, len(order)) and 2 * scores[order[stop]] >= longest:
+            stop += 1
+        yield _Run(problem, order[start:stop], queries, keys)
+        start = stop
 
 
 def _rows(ranges: _Ranges) -> tuple[Tensor, Tensor]:
