@@ -112,7 +112,7 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     what.add_argument("--activation", action="append", metavar="NAME", help="may be repeated (default: gelu)")
     what.add_argument(
-        "--batch", type=_positive, help="sequences (default: 1152 on a GPU, 32 on a CPU; of --suite train: the preset's)"
+        "--batch", type=_positive, help="sequences (default: 1152 on a GPU, 32 on a CPU; of --suite train see its docs)"
     )
     what.add_argument("--heads", type=_positive, help="heads (default: 4)")
     what.add_argument("--dim", type=_positive, help="head dimension (default: 128 on a GPU, 64 on a CPU)")
@@ -127,7 +127,7 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     how.add_argument(
         "--seconds",
         type=float,
-        help="rounds of each case, activation and mode (default: 0.7 on a GPU, 3 on a CPU), or of each model (8 and 5)",
+        help="rounds of each case, activation and mode (default: 0.7 on a GPU, 3 on a CPU), or of each model (6 and 5)",
     )
     how.add_argument("--memory", action="store_true", help="also the peak memory of a call, beyond its inputs")
     how.add_argument("--cold", action="store_true", help="also the first call of a process with empty caches")
@@ -176,7 +176,7 @@ def _train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     out.add_argument("--checkpoint-every", type=_positive, default=200, metavar="STEPS", help="(default: 200)")
     out.add_argument("--keep", type=_positive, default=2, metavar="N", help="checkpoints that stay, the newest (default: 2)")
     out.add_argument("--log-every", type=_positive, default=10, metavar="STEPS", help="(default: 10)")
-    out.add_argument("--evaluation-batches", type=_positive, default=16, metavar="N", help="held out, at most (default: 16)")
+    out.add_argument("--evaluation-examples", type=_positive, default=8192, metavar="N", help="held out, at most (default: 8192)")
     train.set_defaults(run=_train)
 
 

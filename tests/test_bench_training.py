@@ -1,0 +1,422 @@
+"""`gdpa bench --suite train`: the attention of each provider against the reference, the marks around its calls, and the run itself."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+import gdpa
+from gdpa import cli, models
+from gdpa.bench import timing, training, training_attention, training_report
+from gdpa.bench.softmax import attend
+from gdpa.bench.training_attention import Attention, Watched, by_name
+from gdpa.data.synthetic import SyntheticClicks
+from gdpa.numerics import Inputs
+
+CPU = torch.device("cpu")
+HEADS, DIM, SEEDS, KEYS = 2, 8, 3, 5
+LENGTHS = torch.tensor([4, 0, 1, 7])
+FORMS = ("packed", "dense keys", "shared queries")
+KEYS_OF_A_ROW = {
+    "model", "preset", "provider", "samples_per_s", "tokens_per_s", "step_ms", "spread", "attention_ms", "attention_forward_ms",
+    "attention_backward_ms", "other_ms", "mfu", "peak_bytes", "gradient_difference", "rounds", "error", "note",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    """A small yardstick, and few short turns."""
+    monkeypatch.setitem(timing.HARDWARE_SIZES, "cpu", (64, 2**16))
+    monkeypatch.setattr(training, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(training, "MOST_ROUNDS", 2)
+
+
+def call(form):
+    """(q, k, v) that ask for gradients, and the offsets of both sides."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = gdpa.offsets_from_lengths(LENGTHS)
+    rows, batch = int(LENGTHS.sum()), len(LENGTHS)
+
+    def normal(*shape):
+        return torch.randn(*shape, HEADS, DIM, generator=generator, dtype=torch.float64).requires_grad_()
+
+    if form == "dense keys":
+        return (normal(rows), normal(batch, KEYS), normal(batch, KEYS)), (offsets, None)
+    if form == "shared queries":
+        return (normal(SEEDS), normal(rows), normal(rows)), (None, offsets)
+    return (normal(rows), normal(rows), normal(rows)), (offsets, offsets)
+
+
+def run(operator, tensors, offsets, **options):
+    out = operator(*tensors, *offsets, None, None, gdpa.Activation("gelu"), **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, *torch.autograd.grad(out, tensors, weights)
+
+
+def learned(name):
+    attention = by_name(name)
+    attention.begin(learn=True)
+    return attention
+
+
+def suite(path, *options, status=0):
+    arguments = ["bench", "--suite", "train", "--device", "cpu", "--seconds", "60", "--steps", "1", "--batch", "8", *options]
+    assert cli.main([*arguments, "--json", str(path)]) == status
+    return json.loads(path.read_text())
+
+
+# The attention of each provider
+
+
+@pytest.mark.parametrize("out_scale", [None, 0.5, 1.0 / (1.0 + LENGTHS)], ids=["none", "number", "per sequence"])
+@pytest.mark.parametrize("form", FORMS)
+def test_padded_attention_and_its_gradients_equal_the_reference(form, out_scale):
+    tensors, offsets = call(form)
+    expected = run(gdpa.attention_varlen, tensors, offsets, scale=0.3, out_scale=out_scale, backend="reference")
+    attention = learned("eager")
+    for result in (run(attention, tensors, offsets, scale=0.3, out_scale=out_scale), again(attention, tensors, offsets, out_scale)):
+        for name, x, right in zip(("out", "dq", "dk", "dv"), result, expected, strict=True):
+            torch.testing.assert_close(x, right, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def again(attention, tensors, offsets, out_scale):
+    """The step after the first, which knows the lengths."""
+    attention.begin()
+    return run(attention, tensors, offsets, scale=0.3, out_scale=out_scale)
+
+
+def test_padded_attention_knows_the_default_scale():
+    tensors, offsets = call("packed")
+    torch.testing.assert_close(run(learned("eager"), tensors, offsets), run(gdpa.attention_varlen, tensors, offsets))
+
+
+def test_the_scores_of_padded_attention_are_counted_by_hand():
+    attention = learned("eager")
+    for form in FORMS:
+        run(attention, *call(form))
+    batch, longest = len(LENGTHS), int(LENGTHS.max())
+    counts = [batch * HEADS * rows * keys for rows, keys in ((longest, longest), (longest, KEYS), (SEEDS, longest))]
+    assert attention.padded_scores == counts
+    assert attention.estimated_bytes(2) == 2 * (2 * sum(counts) + 3 * max(counts))
+
+
+def test_padding_that_does_not_fit_a_cpu_is_refused_as_out_of_memory(monkeypatch):
+    monkeypatch.setattr(training_attention, "free_bytes", lambda device: 1000)
+    with pytest.raises(MemoryError, match="score matrices") as caught:
+        run(learned("eager"), *call("packed"))
+    assert timing.describe_failure(caught.value) == "out of memory"
+
+
+@pytest.mark.parametrize("name", ["eager", "varlen"])
+def test_what_the_baselines_do_not_compute_is_refused(name):
+    tensors, offsets = call("packed")
+    with pytest.raises(gdpa.GdpaError, match="window_size"):
+        learned(name)(*tensors, *offsets, None, None, gdpa.Activation("gelu"), window_size=(3, 0))
+    if name == "eager":
+        with pytest.raises(gdpa.GdpaError, match="activation"):
+            learned(name)(*tensors, *offsets, None, None, gdpa.Activation(torch.sin))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_varlen_is_softmax_over_each_sequence(form, monkeypatch):
+    """With torch's kernel, which needs a GPU, replaced by the oracle on the packed tensors that it is given."""
+    from torch.nn.attention import varlen
+
+    def oracle(q, k, v, cu_q, cu_k, max_q, max_k):
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
+        return attend(Inputs(q, k, v, cu_q, cu_k), DIM**-0.5, None, torch.float64, torch.float64, rounded=False).out
+
+    monkeypatch.setattr(varlen, "varlen_attn", oracle)
+    tensors, offsets = call(form)
+    with torch.no_grad():
+        out = learned("varlen")(*tensors, *offsets, None, None, gdpa.Activation("gelu"), scale=0.3, out_scale=2.0)
+        q, k, v = tensors
+        for b, length in enumerate(LENGTHS.tolist()):
+            start = int(LENGTHS[:b].sum())
+            rows = slice(start, start + length)
+            keys = (k[b], v[b]) if form == "dense keys" else (k[rows], v[rows])
+            queries, result = (q, out[b]) if form == "shared queries" else (q[rows], out[rows])
+            if length == 0:
+                assert not result.any()
+                continue
+            p = torch.softmax(torch.einsum("qhd,khd->hqk", queries, keys[0]) / DIM**0.5, dim=-1)
+            torch.testing.assert_close(result, torch.einsum("hqk,khd->qhd", p, keys[1]))
+
+
+def test_a_named_backend_is_used_and_noted():
+    tensors, offsets = call("packed")
+    attention = learned("gdpa-reference")
+    run(attention, tensors, offsets, backend=None)
+    assert attention.backends == ["reference"]
+    attention = learned("gdpa")
+    run(attention, tensors, offsets, backend="reference")
+    assert attention.backends == ["cpu"]
+
+
+def test_providers_that_cannot_run_here_say_why():
+    assert "CUDA" in by_name("varlen").reason_against(CPU, True)
+    assert "bf16" in by_name("varlen").reason_against(torch.device("cuda"), False)
+    assert by_name("varlen").reason_against(torch.device("cuda"), True) is None
+    assert "TRITON_INTERPRET" in by_name("gdpa-triton").reason_against(torch.device("cuda"), True)
+    assert by_name("eager").reason_against(CPU, False) is None
+
+
+# The marks around calls
+
+
+class Slow(torch.autograd.Function):
+    FORWARD, BACKWARD = 0.02, 0.05
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(Slow.FORWARD)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(Slow.BACKWARD)
+        return gradient * 2
+
+
+class Sleeper(Attention):
+    def __call__(self, q, k, v, *arguments, **options):
+        return Slow.apply(q + k + v)
+
+
+def test_watched_calls_are_timed_forward_and_backward_and_what_is_around_them_is_not():
+    watched = Watched(Sleeper("sleeper"), gpu=False)
+    x = torch.ones(3, requires_grad=True)
+    y = x
+    for _ in range(2):
+        y = Slow.apply(y)  # outside
+        y = watched(y, y, y)
+    y = Slow.apply(y)
+    y.sum().backward()
+    forward, backward = watched.milliseconds()
+    assert len(watched.forward_marks) == len(watched.backward_marks) == 4
+    assert 2e3 * Slow.FORWARD <= forward < 3.5e3 * Slow.FORWARD
+    assert 2e3 * Slow.BACKWARD <= backward < 3.5e3 * Slow.BACKWARD
+    assert x.grad.tolist() == [2.0**3 * 6**2] * 3
+
+
+class Event:
+    """As much of a CUDA event as the marks use."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The GPU's way through the suite, on the CPU; returns how often the device was waited for."""
+    waits = []
+    for module in (training, training_attention):
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(device))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12345)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    return waits
+
+
+# The run
+
+
+def test_the_suite_measures_both_models_and_writes_every_key(tmp_path, capsys):
+    data = suite(tmp_path / "rows.json")
+    assert [(row["model"], row["provider"]) for row in data["rows"]] == [
+        (model, provider) for model in ("interformer", "kunlun") for provider in ("gdpa", "eager")
+    ]
+    for row in data["rows"]:
+        assert set(row) == KEYS_OF_A_ROW
+        facts = data["header"]["models"][row["model"]]
+        seconds = row["step_ms"] / 1e3
+        assert row["error"] is None and row["preset"] == "tiny" and row["rounds"] == 2
+        assert row["samples_per_s"] == pytest.approx(facts["batch"] / seconds)
+        assert row["tokens_per_s"] == pytest.approx(facts["events"] / seconds)
+        assert row["attention_ms"] == pytest.approx(row["attention_forward_ms"] + row["attention_backward_ms"])
+        assert row["other_ms"] == pytest.approx(row["step_ms"] - row["attention_ms"])
+        assert row["attention_forward_ms"] > 0 and row["attention_backward_ms"] > 0
+        rate = data["header"]["R"][row["model"]]["value"] * 1e12
+        assert row["mfu"] == pytest.approx(facts["step_flops"] / seconds / rate)
+        assert row["peak_bytes"] is None  # a CPU has no such count
+    assert [row["gradient_difference"] for row in data["rows"] if row["provider"] == "eager"] == [None, None]
+    assert all(row["gradient_difference"] < 1e-5 for row in data["rows"] if row["provider"] == "gdpa")
+    assert data["header"]["suite"] == "train" and "--suite train" in data["header"]["command"]
+    longest = models.PRESETS["kunlun"]["tiny"].max_history
+    batch = SyntheticClicks(8, median_length=longest // 8, max_length=longest).batch(0)
+    facts = data["header"]["models"]["kunlun"]
+    assert (facts["batch"], facts["events"]) == (8, batch.history.items.shape[0])
+    model = models.build("kunlun", "tiny", SyntheticClicks(1).schema)
+    assert facts["step_flops"] == 3 * model.flops(batch)
+    printed = capsys.readouterr().out
+    assert "kunlun, tiny" in printed and "samples/s" in printed and "the samples/s of eager" in printed
+
+
+def test_the_rows_of_a_file_are_shown_again(tmp_path, capsys):
+    suite(tmp_path / "rows.json", "--model", "kunlun")
+    first = capsys.readouterr().out
+    assert cli.main(["bench", "--show", str(tmp_path / "rows.json")]) == 0
+    again = capsys.readouterr().out
+    assert again.strip() in first
+
+
+def test_on_a_gpu_memory_is_read_and_the_device_waited_for_between_turns_alone(tmp_path, gpu):
+    data = suite(tmp_path / "rows.json", "--model", "kunlun", "--steps", "3")
+    assert [row["peak_bytes"] for row in data["rows"]] == [12345, 12345]
+    assert all(row["step_ms"] > 0 and row["attention_ms"] > 0 for row in data["rows"])
+    # Two providers: once each for memory; two rounds of twice for the untimed step, twice for the timed ones, once for the marks.
+    assert len(gpu) == 2 * (1 + 2 * 5)
+
+
+class Failing(training_attention.Gdpa):
+    """Runs `good` steps, then raises."""
+
+    good, error = 0, RuntimeError("no such luck\nand more")
+    begun = 0
+
+    def begin(self, learn=False):
+        super().begin(learn)
+        Failing.begun += 1
+
+    def __call__(self, *arguments, **options):
+        if Failing.begun > Failing.good:
+            raise Failing.error
+        return super().__call__(*arguments, **options)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """gdpa-reference raises `error` once it has run `good` steps."""
+    monkeypatch.setattr(
+        training_attention, "by_name", lambda name: Failing("gdpa-cpu") if name == "gdpa-reference" else by_name(name)
+    )
+
+    def set_up(good, error):
+        monkeypatch.setattr(Failing, "begun", 0)
+        monkeypatch.setattr(Failing, "good", good)
+        monkeypatch.setattr(Failing, "error", error)
+
+    return set_up
+
+
+@pytest.mark.parametrize("good", [0, 1, 5], ids=["at the gate", "at the step for memory", "in the last round"])
+def test_a_provider_that_fails_leaves_the_others_rows(good, failing, tmp_path):
+    failing(good, RuntimeError("no such luck\nand more"))
+    providers = ("--provider", "gdpa-reference,eager,gdpa", "--model", "kunlun")
+    data = suite(tmp_path / "rows.json", *providers, status=1)
+    wrong, *others = data["rows"]
+    assert wrong["error"] == "failed: RuntimeError: no such luck"
+    assert all(wrong[name] is None for name in training_report.MEASURED)
+    assert all(row["error"] is None and row["samples_per_s"] > 0 and row["rounds"] == 2 for row in others)
+
+
+def test_out_of_memory_is_said_and_is_no_failure(failing, tmp_path):
+    failing(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    data = suite(tmp_path / "rows.json", "--provider", "gdpa-reference,gdpa", "--model", "kunlun")
+    assert [row["error"] for row in data["rows"]] == ["out of memory", None]
+
+
+def test_a_backend_that_is_not_for_this_device_is_no_failure(tmp_path):
+    data = suite(tmp_path / "rows.json", "--provider", "gdpa-hopper,gdpa-triton,varlen,gdpa", "--model", "kunlun")
+    hopper, triton, varlen, ours = (row["error"] for row in data["rows"])
+    assert "TRITON_INTERPRET" in hopper and "TRITON_INTERPRET" in triton and "CUDA" in varlen and ours is None
+
+
+def test_a_provider_that_computes_something_else_is_wrong(monkeypatch, tmp_path):
+    class Halved(training_attention.Gdpa):
+        def __call__(self, *arguments, **options):
+            return super().__call__(*arguments, **options) / 2
+
+    monkeypatch.setattr(training_attention, "by_name", lambda name: Halved(name) if name == "gdpa" else by_name(name))
+    data = suite(tmp_path / "rows.json", "--model", "kunlun", status=1)
+    ours, eager = data["rows"]
+    assert ours["error"].startswith("wrong: its gradient is") and ours["samples_per_s"] is None
+    assert ours["gradient_difference"] > training.TOLERANCE[False] and eager["error"] is None
+
+
+def test_a_gradient_that_is_not_finite_is_wrong_and_does_not_stop_the_others_optimisers(monkeypatch, tmp_path):
+    class Broken(training_attention.Gdpa):
+        def __call__(self, *arguments, **options):
+            return super().__call__(*arguments, **options) * math.nan
+
+    monkeypatch.setattr(training_attention, "by_name", lambda name: Broken(name) if name == "gdpa" else by_name(name))
+    ours, eager = suite(tmp_path / "rows.json", "--model", "kunlun", status=1)["rows"]
+    assert "not finite" in ours["error"] and eager["error"] is None
+
+
+def test_every_turn_starts_from_the_same_weights(monkeypatch, tmp_path):
+    norms = {}
+    step = training.Comparison._step
+
+    def recorded(self, attention):
+        if not isinstance(attention, Watched):
+            total = sum(float(x.detach().double().square().sum()) for x in self.model.parameters())
+            norms.setdefault(attention.name, []).append(total)
+        step(self, attention)
+
+    monkeypatch.setattr(training.Comparison, "_step", recorded)
+    suite(tmp_path / "rows.json", "--model", "kunlun")
+    # The step for memory, then an untimed and a timed step in each of two rounds.
+    for name in ("gdpa", "eager"):
+        assert len(norms[name]) == 5
+        assert norms[name][0] == norms[name][1] == norms[name][3] == norms["gdpa"][0] != norms[name][2]
+
+
+def test_the_file_is_whole_after_every_round_and_ctrl_c_leaves_the_rows_so_far(monkeypatch, tmp_path):
+    matmul, rounds = training.Comparison._matmul, []
+
+    def interrupted(self):
+        rounds.append(json.loads((tmp_path / "rows.json").read_text()))
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        matmul(self)
+
+    monkeypatch.setattr(training.Comparison, "_matmul", interrupted)
+    data = suite(tmp_path / "rows.json", "--model", "kunlun", status=130)
+    assert [row["rounds"] for row in rounds[0]["rows"]] == [None, None]
+    assert [row["rounds"] for row in rounds[1]["rows"]] == [row["rounds"] for row in data["rows"]] == [1, 1]
+
+
+def test_gem_block_has_a_batch_that_padding_fits():
+    plan = training.Plan(("interformer", "kunlun"), "gem-block", ("gdpa",), CPU, True)
+    assert {name: plan.settings(name).batch_size for name in plan.models} == {"interformer": 192, "kunlun": 512}
+    plan = training.Plan(("kunlun",), "gem-block", ("gdpa",), CPU, True, batch=3)
+    assert plan.settings("kunlun").batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "train", "--model", "kunlum"], "did you mean 'kunlun'?"),
+        (["--suite", "train", "--preset", "huge"], "--preset: expected one of tiny, small, gem-block, got 'huge'"),
+        (["--suite", "train", "--providers", "fa3"], "--provider: expected one of gdpa, "),
+        (["--suite", "train", "--dtype", "fp16"], "--dtype: expected bf16 or fp32"),
+        (["--suite", "train", "--seconds", "0"], "--seconds: expected a positive number"),
+        (["--suite", "train", "--case", "self-8"], "--case: expected with the other suites alone"),
+        (["--suite", "train", "--plot", "x.png"], "--plot: expected with the other suites alone"),
+        (["--steps", "3"], "--steps: expected with --suite train alone"),
+        (["--suite", "trains"], "did you mean 'train'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_refused_by_name(options, message, capsys):
+    assert cli.main(["bench", "--device", "cpu", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_the_suite_is_refused(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"header": {"suite": "train"}, "rows": [{"model": "kunlun"}]}))
+    assert cli.main(["bench", "--show", str(path)]) == 2
+    assert "--show: expected rows with model, preset, provider" in capsys.readouterr().err
