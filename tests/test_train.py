@@ -33,8 +33,8 @@ SMALL = [
     "8",
     "--log-every",
     "2",
-    "--evaluation-batches",
-    "2",
+    "--evaluation-examples",
+    "16",
     "--checkpoint-every",
     "3",
 ]

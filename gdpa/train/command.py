@@ -107,7 +107,7 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         log_every=options.log_every,
         checkpoint_every=options.checkpoint_every,
         keep=options.keep,
-        evaluation=options.evaluation_batches,
+        evaluation=options.evaluation_examples,
     )
 
 

@@ -21,7 +21,7 @@ class Settings:
     bf16              autocast to bfloat16; parameters, losses and optimisers stay in float32
     log_every         steps between two lines of the log; so often a GPU is waited for
     checkpoint_every  steps between two checkpoints; the newest `keep` stay
-    evaluation        held-out batches that the scores at the end are of, at most
+    evaluation        held-out examples that the scores at the end are of, at most, in whole batches
     parallel          how the dense part is spread over ranks: "ddp" (copies) or "fsdp" (shards); tables are sharded by rows in both
     """
 
@@ -37,10 +37,10 @@ class Settings:
     log_every: int = 10
     checkpoint_every: int = 200
     keep: int = 2
-    evaluation: int = 16
+    evaluation: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep", "evaluation"):
+        for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise GdpaError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
         if self.seed < 0:

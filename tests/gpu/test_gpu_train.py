@@ -24,8 +24,8 @@ SMALL = [
     "64",
     "--log-every",
     "5",
-    "--evaluation-batches",
-    "2",
+    "--evaluation-examples",
+    "128",
     "--checkpoint-every",
     "5",
 ]
