@@ -429,8 +429,10 @@ class Comparison:
         except Exception as error:
             failure = timing.describe_failure(error)
         # Only here has the traceback let go of the tensors in its frames.
-        with suppress(Exception):  # after a fault of the device nothing works, and the rows are still to be written
+        # After a fault of the device nothing works, and the rows are still to be written.
+        with suppress(Exception):
             self.model.zero_grad(set_to_none=True)
+        with suppress(Exception):
             timing.release()
         return failure
 
