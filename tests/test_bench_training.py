@@ -321,6 +321,20 @@ def test_a_provider_that_fails_leaves_the_others_rows(good, failing, tmp_path):
     assert all(row["error"] is None and row["samples_per_s"] > 0 and row["rounds"] == 2 for row in others)
 
 
+def test_rows_of_earlier_rounds_stay_where_the_device_fails_altogether(monkeypatch, tmp_path):
+    matmul, rounds = training.Comparison._matmul, []
+
+    def broken(self):
+        rounds.append(self)
+        if len(rounds) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        matmul(self)
+
+    monkeypatch.setattr(training.Comparison, "_matmul", broken)
+    data = suite(tmp_path / "rows.json", "--model", "kunlun")
+    assert [(row["error"], row["rounds"]) for row in data["rows"]] == [(None, 1), (None, 1)]
+
+
 def test_out_of_memory_is_said_and_is_no_failure(failing, tmp_path):
     failing(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     data = suite(tmp_path / "rows.json", "--provider", "gdpa-reference,gdpa", "--model", "kunlun")

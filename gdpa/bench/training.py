@@ -222,7 +222,7 @@ class Comparison:
             self.save()
         self._rounds()
         self.save()
-        self._leave()
+        self._attempt(self._leave)
 
     def _leave(self) -> None:
         """Let go of the model, for the next one's room."""
@@ -341,7 +341,10 @@ class Comparison:
             if not self.attentions or (done >= LEAST_ROUNDS and time.perf_counter() - start > plan.seconds):
                 break
             self.say(f"{self.name}: round {done + 1}")
-            self._matmul()
+            failure = self._attempt(self._matmul)
+            if failure is not None:
+                self.say(f"{self.name}: the rounds end here, since the matmul that goes with them {failure}")
+                break
             shuffled.shuffle(order)
             for provider in order:
                 turns = self.turns[provider]
