@@ -376,8 +376,9 @@ def _precompile(options: argparse.Namespace) -> int:
         for line in precompile(keys, *sizes, options.causal, options.group, arch, options.kv_heads):
             print(line)
         if on_hopper:
-            from gdpa.backends.hopper import launch
+            from gdpa.backends.hopper import launch, launch_backward
 
-            for line in launch.precompile(keys, options.dim, options.dtype, options.group, options.kv_heads):
-                print(line)
+            for module in (launch, launch_backward):
+                for line in module.precompile(keys, options.dim, options.dtype, options.group, options.kv_heads):
+                    print(line)
     return 0

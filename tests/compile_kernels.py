@@ -44,6 +44,19 @@ HOPPER: dict[str, tuple[Any, ...]] = {
 }
 
 
+# The hopper backend's gradients: activations, D, dtype, query heads per key head, form, key heads, keys a sequence, gradients.
+HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
+    "silu": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256),
+    "gelu_tanh-long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048),
+    "gelu_tanh-256": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 256),
+    "gelu-grouped": (("gelu",), 128, torch.bfloat16, 4, "dense-keys", 2, 128),
+    "unsafe": (("log",), 128, torch.bfloat16, 1, "packed", 4, 256),
+    "shared": (("gelu",), 128, torch.bfloat16, 1, "shared-queries", 4, 64),
+    "64-fp16": (("silu",), 64, torch.float16, 1, "packed", 4, 256),
+    "without-dq": (("gelu",), 128, torch.bfloat16, 1, "packed", 4, 256, (False, True, True)),
+}
+
+
 def cuobjdump(cubin: bytes, *options: str) -> str:
     import triton
 
@@ -52,6 +65,21 @@ def cuobjdump(cubin: bytes, *options: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(code: str) -> int:
+    """Spill instructions in the innermost loops that multiply: elsewhere they cost little, there they come from L2 in every step."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)]
+    place = {address: i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for end, (address, text) in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if target is not None and int(target[1], 16) < address and int(target[1], 16) in place:
+            loops.append((place[int(target[1], 16)], end))
+    # A longer one is no step: blocks that the assembler moved behind the loop jump back over it.
+    multiply = [(a, b) for a, b in loops if b - a < 800 and any("HGMMA" in text for _, text in lines[a : b + 1])]
+    inner = [x for x in multiply if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in multiply)]
+    return sum(bool(re.search(r"\b(?:STL|LDL)\b", text)) for a, b in inner for _, text in lines[a : b + 1])
 
 
 def facts(kernel: Any) -> dict[str, int]:
@@ -66,6 +94,7 @@ def facts(kernel: Any) -> dict[str, int]:
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "spills_in_loops": spills_in_loops(code),
         "products": len(re.findall(r"\bHGMMA\b", code)),
         "waits": len(re.findall(r"WARPGROUP\.DEPBAR", code)),
     }
@@ -101,9 +130,12 @@ def main(arch: int, names: list[str]) -> None:
             report(kernel, arch, "schedule", name, 32)
     if arch == 90:
         from gdpa.backends.hopper.launch import compile_forward
+        from gdpa.backends.hopper.launch_backward import compile_backward
 
         for name, (activations, *hopper_rest) in HOPPER.items():
             report(compile_forward(keys_of(activations), *hopper_rest), arch, f"hopper-{name}", "forward_kernel", 16)
+        for name, (activations, *backward_rest) in HOPPER_BACKWARD.items():
+            report(compile_backward(keys_of(activations), *backward_rest), arch, f"hopper-backward-{name}", "backward_kernel", 16)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from compile_kernels import CONFIGURATIONS, HOPPER
+from compile_kernels import CONFIGURATIONS, HOPPER, HOPPER_BACKWARD
 from helpers import clean_env, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,11 +36,17 @@ SPILLS = {
 A_HANDFUL = 16
 SCHEDULE_KERNELS = 11
 FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
-# Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice, and last products twice or once more.
-HOPPER_PRODUCTS = {128: 88, 64: 72}
+# Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice, and last products twice or once more. Of
+# the backward: five a step, of D / 16 (S, dP), 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
+HOPPER_PRODUCTS = {("forward_kernel", 128): 88, ("forward_kernel", 64): 72}
+HOPPER_PRODUCTS |= {("backward_kernel", 128): 152, ("backward_kernel", 64): 120, ("backward_kernel", "without-dq"): 104}
+# The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
+BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
 
 
 def spills_allowed(arch: int, configuration: str, kernel: str) -> int:
+    if kernel == "backward_kernel":
+        return max(most for _, most in BACKWARD_SPILLS.values())
     if configuration == "schedule" or configuration.startswith("hopper-") or (arch == 90 and configuration == "bf16-128"):
         return 0
     return SPILLS.get((arch, configuration, kernel), A_HANDFUL)
@@ -64,7 +70,7 @@ def compiled(arch: int, newest: bool) -> list[dict[str, int | str]]:
 @pytest.mark.parametrize("arch", [80, 90, 100], ids="sm_{}".format)
 def test_every_kernel_compiles_inside_its_budgets(arch, newest):
     rows = compiled(arch, newest)
-    assert len(rows) == 3 * len(CONFIGURATIONS) + SCHEDULE_KERNELS + (len(HOPPER) if arch == 90 else 0)
+    assert len(rows) == 3 * len(CONFIGURATIONS) + SCHEDULE_KERNELS + (len(HOPPER) + len(HOPPER_BACKWARD) if arch == 90 else 0)
     if newest:
         assert {row["triton"] for row in rows} == {NEWEST_VERSION}
     over = []
@@ -77,11 +83,16 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
         if row["registers"] * row["threads"] > THREADS_TIMES_REGISTERS:
             over.append(f"{name}: {row['registers']} registers for each of {row['threads']} threads")
         if row["configuration"].startswith("hopper-"):
-            width = 64 if "-64" in row["configuration"] else 128
+            width: int | str = 64 if "-64" in row["configuration"] else 128
+            width = "without-dq" if "without-dq" in row["configuration"] else width
             if row["barrier"] >= FIRST_BARRIER:
                 over.append(f"{name}: Triton takes barrier {row['barrier']}, and {FIRST_BARRIER} and up are the kernel's own")
-            if row["products"] != HOPPER_PRODUCTS[width]:
-                over.append(f"{name}: {row['products']} warpgroup products, expected {HOPPER_PRODUCTS[width]}")
+            if row["products"] != HOPPER_PRODUCTS[row["kernel"], width]:
+                over.append(f"{name}: {row['products']} warpgroup products, expected {HOPPER_PRODUCTS[row['kernel'], width]}")
+        if row["kernel"] == "backward_kernel":
+            found, most = (row["spills_in_loops"], row["spills"]), BACKWARD_SPILLS[newest]
+            if found[0] > most[0] or found[1] > most[1]:
+                over.append(f"{name}: {found} spill instructions in steps and in all, at most {most}")
         if arch == 90 and row["bits"] == 16:
             # A wait after each product means that ptxas runs them one by one (tiles.settle).
             if row["products"] == 0:

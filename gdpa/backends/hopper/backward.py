@@ -63,7 +63,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gdpa.backends.hopper.compat import add_async, load_async, partition_barrier, store_async, store_wait
+from gdpa.backends.hopper.compat import add_async, load_async, partition_barrier, reinterpret, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned, stores_done
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a consumer
@@ -255,7 +255,7 @@ def rounded_view(memory, desc):
     """The staging memory of dQ as its rounded values lie in it."""
     layout: gl.constexpr = desc.layout
     shape: gl.constexpr = [1, 1, memory.shape[2], memory.shape[3]]
-    return memory._reinterpret(desc.dtype, shape, layout)
+    return reinterpret(memory, desc.dtype, shape, layout)
 
 
 @gluon.jit

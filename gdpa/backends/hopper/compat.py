@@ -5,11 +5,14 @@ tma.async_copy_global_to_shared    tma.async_load
 tma.async_copy_shared_to_global    tma.async_store
 gl.thread_barrier                  gl.barrier
 (only in the builder)              tma.async_atomic_add
+memory._reinterpret                memory.reinterpret
 triton.language.core._aggregate    gluon.aggregate
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if not hasattr(gluon, "aggregate"):
@@ -25,7 +28,6 @@ if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add
 else:
     from triton._C.libtriton import ir
-    from triton.experimental.gluon.language._core import builtin
 
     @builtin
     def add_async(tensor_desc, coord, src, _semantic=None):
@@ -34,7 +36,16 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another type, shape and layout."""
+    plain = [getattr(x, "value", x) for x in (dtype, layout)]
+    return _semantic.memdesc_reinterpret(memory, plain[0], [getattr(x, "value", x) for x in shape], plain[1])
+
+
+# Whether the assembler takes a branch between two products (pipeline.divide). From 3.7 on it waits after each product then.
+DIVIDES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 # Every thread of the warps that run the calling partition.
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-__all__ = ["add_async", "aggregate", "load_async", "partition_barrier", "store_async", "store_wait"]
+__all__ = ["DIVIDES", "add_async", "aggregate", "load_async", "partition_barrier", "reinterpret", "store_async", "store_wait"]

@@ -35,7 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
+from gdpa.backends.hopper.compat import DIVIDES, load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, advance, arrive, divide, join, new_buffers, pinned
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
@@ -166,15 +166,14 @@ def step(
     arrive(KEYS_EMPTY + stage, ALL)
     # Kept before the wait for the second product, fp32 activations gain up to 4 %; packed ones, half as long, lose 1 to 3. The longer
     # ones of fp16 and a mask have no registers to spare for it.
-    early: gl.constexpr = not PACKED and not MASK_TAIL and p.dtype == gl.bfloat16
+    early: gl.constexpr = DIVIDES and not PACKED and not MASK_TAIL and p.dtype == gl.bfloat16
     if early:
         divide(keys_left, -RAGGED)
     activated = activate(s, scale, head)  # [ROWS, BLOCK_N], fp32, or P's dtype if PACKED
     if MASK_TAIL:
         column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         activated = gl.where((column < keys_left)[None, :], activated, 0.0)
-    if not PACKED:
-        activated = pinned(activated)
+    activated = pinned(activated)
     if early:
         divide(keys_left, 1 - RAGGED)
     accumulator = warpgroup_mma_wait(0, deps=[o_token])
