@@ -5,7 +5,7 @@ import time
 from gdpa import cli
 from gdpa.train import log as logs
 
-STEPS = 150  # the preset has 1000
+STEPS = 150  # fewer than the preset's
 
 
 def scores(folder, *options):
