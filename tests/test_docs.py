@@ -100,6 +100,21 @@ def test_figures_quoted_from_the_h200s_files_are_theirs():
     least_backward = f"{min(of(backward, 'gdpa-triton', 'host_us')):,.0f}"
     assert f"A forward costs {least[1]} microseconds of Python and launch at the least, a backward {least_backward} (" in design
 
+    def shares(case: str, activation: str, other: str) -> list[str]:
+        found = {
+            row["provider"]: row["fraction_of_floor"]
+            for row in backward["rows"]
+            if (row["case"], row["activation"]) == (case, activation)
+        }
+        return [f"{found[name]:.2f}" for name in (other, "gdpa-hopper")]
+
+    triton, ours = shares("self-1024-tail", "silu", "gdpa-triton")
+    assert f"`self-1024-tail` the Triton backend has {triton} with SiLU where it has {ours}" in design
+    level = set(shares("self-1024", "gelu_tanh", "cudnn"))
+    theirs, ours = shares("self-2048", "gelu_tanh", "cudnn")
+    assert f"level at 1024 ({level.pop()}) and has {theirs} at 2048 where it has {ours}" in design
+    assert not level
+
     assert f"the R of the tables, {forward['header']['R']['median']:.0f} TFLOP/s" in design
     jagged = [share(forward, case, "silu") for case in ("pffn-512x512-jag", "self-512-jag")]
     assert f"The tables have {jagged[0]} and {jagged[1]} with SiLU" in design
