@@ -393,3 +393,13 @@ def test_compiling_ahead_asks_for_each_kernel_once_and_reports_what_fails(monkey
     assert problem == "last line"
     assert len(started) == 4 * 2
     assert {request["arch"] for request in started} == {90}
+
+    started.clear()
+    monkeypatch.setattr(warm.dispatch, "BACKENDS", ("hopper",))
+    warm.compile_kernels(["gdpa-hopper"], cases, ["silu"], torch.bfloat16, gradients=False)
+    assert len(started) == 4
+    started.clear()
+    warm.compile_kernels(["gdpa-hopper"], cases, ["silu"], torch.bfloat16)
+    backward = sorted((request["form"], request["keys"]) for request in started if request["backward"])
+    dense = [("dense", keys) for keys in (128, 256, 512, 1024, 2048)]
+    assert backward == [*dense, *[("dense-keys", keys) for keys in (256, 512, 2048)], ("packed", 0), ("shared-queries", 0)]

@@ -102,7 +102,13 @@ def _carry_out(plan: bench_run.Plan, results: Report, outputs: dict[str, Path], 
         with bar.bar:
             if plan.device.type == "cuda":
                 bar.step("compiling kernels", 0.0)
-                problem = warm.compile_kernels([p.name for p in plan.providers], plan.cases, plan.activations, plan.dtype)
+                problem = warm.compile_kernels(
+                    [p.name for p in plan.providers],
+                    plan.cases,
+                    plan.activations,
+                    plan.dtype,
+                    any(mode != "forward" for mode in plan.modes),
+                )
                 if problem is not None:
                     progress_console.print(f"compiling ahead failed, so kernels compile at their gate: {problem}", markup=False)
             runner = bench_run.Run(plan, results, bar, save)

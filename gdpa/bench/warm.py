@@ -36,8 +36,18 @@ def form_of(case: Case) -> str:
     return "dense-keys" if case.kind == "pffn" else "packed"
 
 
-def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations: Iterable[str], dtype: torch.dtype) -> str | None:
-    """Build everything on this machine's GPU architecture; returns what went wrong, or None. For a CUDA device only."""
+def keys_of(case: Case) -> int:
+    """The keys of a sequence, as far as they decide which kernel is built: none where they are jagged."""
+    if case.kind == "pffn":
+        return case.fixed
+    return case.length if case.dense else 0
+
+
+def compile_kernels(
+    providers: Iterable[str], cases: Iterable[Case], activations: Iterable[str], dtype: torch.dtype, gradients: bool = True
+) -> str | None:
+    """Build everything on this machine's GPU architecture, the backward's kernels if there are `gradients`; returns what went wrong, or
+    None. For a CUDA device only."""
     capability = torch.cuda.get_device_capability()
     requests = {
         json.dumps(
@@ -49,12 +59,17 @@ def compile_kernels(providers: Iterable[str], cases: Iterable[Case], activations
                 "heads": case.heads,
                 "dtype": str(dtype).removeprefix("torch."),
                 "arch": 10 * capability[0] + capability[1],
+                "backward": backward,
+                # The hopper backward's way depends on how many keys dense sequences have.
+                "keys": keys_of(case) if backward else 0,
             }
         )
         for provider in providers
         if provider in LAUNCHERS and provider.removeprefix("gdpa-") in dispatch.BACKENDS
         for case in cases
         for activation in activations
+        # The portable backend's kernels are built together.
+        for backward in ((False, True) if gradients and provider == "gdpa-hopper" else (False,))
     }
     root = str(Path(gdpa.__file__).parent.parent)
     environment = {
@@ -92,7 +107,11 @@ def main() -> None:
     launcher = importlib.import_module(LAUNCHERS[request["provider"]])
     dim, heads, arch, form = request["dim"], request["heads"], request["arch"], request["form"]
     if request["provider"] == "gdpa-hopper":
-        launcher.compile_forward(keys, dim, dtype, 1, form, heads)
+        if request["backward"]:
+            launcher = importlib.import_module("gdpa.backends.hopper.launch_backward")
+            launcher.compile_backward(keys, dim, dtype, 1, form, heads, request["keys"] or 256)
+        else:
+            launcher.compile_forward(keys, dim, dtype, 1, form, heads)
         return
     with launcher.target_architecture(arch):
         for launch in launcher.plans(keys, dim, dim, dtype, False, 1, arch, form, heads):
