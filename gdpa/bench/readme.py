@@ -40,19 +40,17 @@ def gpu_table(name: str, data: Data) -> str:
     for mode in modes:
         mine = [row for row in rows if row["mode"] == mode]
         activations = list(dict.fromkeys(row["activation"] for row in mine))
-        same = _same_kernels(mine)
         columns = [
             (provider, activation)
             for provider in NAMES
             for activation in (activations[:1] if provider in SOFTMAX else activations)
-            if provider not in same and any((row["provider"], row["activation"]) == (provider, activation) for row in mine)
+            if any((row["provider"], row["activation"]) == (provider, activation) for row in mine)
         ]
         cells = {(row["case"], row["provider"], row["activation"]): row for row in mine}
         heads = [label(p) if p in SOFTMAX else f"{p} {a}" for p, a in columns]
         lines = [
             f"{_where(data)}, {mode}, TFLOP/s and in brackets the fraction of the hardware's floor "
-            f"([docs/benchmarking.md]({{docs}}benchmarking.md)): `{data['header']['command']}` ([{name}]({{root}}results/{name}))"
-            + "".join(f"; {_twice(mine, provider, other)}" for provider, other in same.items()),
+            f"([docs/benchmarking.md]({{docs}}benchmarking.md)): `{data['header']['command']}` ([{name}]({{root}}results/{name}))",
             "",
             "| case | " + " | ".join(heads) + " |",
             "|---" * (len(columns) + 1) + "|",
@@ -62,21 +60,6 @@ def gpu_table(name: str, data: Data) -> str:
             lines.append(f"| {case} | " + " | ".join("-" if row is None else _share(row) for row in figures) + " |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
-
-
-def _same_kernels(rows: list[Data]) -> dict[str, str]:
-    """Providers whose gradients are another's, by their notes, where that one's were timed too: the same kernels twice."""
-    timed = {row["provider"] for row in rows}
-    notes = {row["provider"]: re.search(r"gradients by (\S+?)(?:;|$)", row["note"] or "") for row in rows}
-    return {provider: note[1] for provider, note in notes.items() if note is not None and note[1] in timed}
-
-
-def _twice(rows: list[Data], provider: str, other: str) -> str:
-    times = {(row["provider"], row["case"], row["activation"]): row["ms"] for row in rows}
-    pairs = [(ms, times.get((other, *rest))) for (name, *rest), ms in times.items() if name == provider]
-    ratios = [mine / theirs for mine, theirs in pairs if theirs is not None]
-    span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{provider}'s gradients are {other}'s (the same kernels, timed once more: {span} of the time)"
 
 
 def _share(row: Data) -> str:
