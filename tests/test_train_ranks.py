@@ -37,17 +37,15 @@ def test_two_ranks_give_the_losses_of_one_and_a_run_goes_on_on_any_number_of_the
     weight, which is why the last ones are compared less closely."""
     together, alone = tmp_path / "together", tmp_path / "alone"
     here = [*SMALL, "--data", str(data), "--out", str(together)]
-    # Both runs in one launch: each process imports torch once.
-    script = tmp_path / "both.py"
-    script.write_text(
-        "from gdpa import cli\n"
-        f"assert cli.main({[*here, '--steps', '3']!r}) == 0\n"
-        f"assert cli.main({[*here, '--steps', '5', '--parallel', 'fsdp', '--resume']!r}) == 0\n"
-    )
-    done = subprocess.run([*TWO_RANKS, str(script)], env=clean_env(), capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks, ddp" in done.stdout and "2 ranks, fsdp" in done.stdout and "resumed after step 3 of 5" in done.stdout
-    assert sum(line.startswith("NE ") for line in done.stdout.splitlines()) == 2, "the first rank alone prints"
+    for options, expected in (
+        (["--steps", "3"], ["2 ranks, ddp"]),
+        (["--steps", "5", "--parallel", "fsdp", "--resume"], ["2 ranks, fsdp", "resumed after step 3 of 5"]),
+    ):
+        words = [*TWO_RANKS, "-m", "gdpa", *here, *options]
+        done = subprocess.run(words, env=clean_env(), capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert all(text in done.stdout for text in expected)
+        assert sum(line.startswith("NE ") for line in done.stdout.splitlines()) == 1, "the first rank alone prints"
     shards = sorted(path.name for path in (together / "checkpoints" / "step-00000005").glob("*.safetensors"))
     assert shards == ["shard-00000.safetensors", "shard-00001.safetensors"]
     threads = torch.get_num_threads()
