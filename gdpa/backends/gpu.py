@@ -64,6 +64,21 @@ def ragged_geometry(x: Tensor) -> tuple[list[int], list[int]]:
     return [0x7FFF0000, 0x7FFF0000, RAGGED, columns], [2**34 - row, row, row, 1]
 
 
+def example(
+    form: str, batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q, k, v and both offsets of a call without data, to compile for: form packed, dense, dense-keys or shared-queries."""
+    packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
+
+    def tensor(packed: bool, lead: tuple[int, ...], heads: int, width: int) -> Tensor:
+        return torch.empty((batch * rows, heads, width) if packed else (*lead, heads, width), dtype=dtype, device="meta")
+
+    offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads, head_dim)
+    k, v = (tensor(packed_k, (batch, rows), kv_heads, width) for width in (head_dim, value_dim))
+    return q, k, v, offsets if packed_q else None, offsets if packed_k else None
+
+
 @contextmanager
 def on_device(x: Tensor) -> Iterator[None]:
     """Triton launches on the current device, which need not be x's."""

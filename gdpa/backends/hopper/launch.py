@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdpa import schedule
 from gdpa.activations import Activation
-from gdpa.backends.gpu import aligned, mappable, multiprocessors, on_device, ragged_geometry, target_architecture
+from gdpa.backends.gpu import aligned, example, mappable, multiprocessors, on_device, ragged_geometry, target_architecture
 from gdpa.backends.hopper.forward import forward_kernel
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
@@ -85,26 +85,30 @@ def forward(
     if recipe is None or not in_place(q, k, v):
         with on_device(q):
             return _first(key, problem, q, k, v, out, cu_seqlens_q, cu_seqlens_k, out_scale)
-    described = [Described(x, geometry) for x, geometry in zip((q, k, v, out), recipe.geometries, strict=True)]
-    pointers = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
     numbers = _numbers(problem)
+    pointers = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
+    start(recipe, _programs(numbers, q.device), (q, k, v, out), (*pointers, *numbers))
+    return out
+
+
+def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:
+    """Launch a kernel by its recipe, past Triton's argument binding. `tensors` are what it reads and writes through descriptors."""
+    described = [Described(x, geometry) for x, geometry in zip(tensors, recipe.geometries, strict=True)]
     kernel = recipe.kernel
     kernel.run(
-        _programs(numbers, q.device),
+        programs,
         1,
         1,
-        torch._C._cuda_getCurrentRawStream(q.device.index),
+        torch._C._cuda_getCurrentRawStream(tensors[0].device.index),
         kernel.function,
         kernel.packed_metadata,
         None,
         knobs.runtime.launch_enter_hook,
         knobs.runtime.launch_exit_hook,
         *described,
-        *pointers,
-        *numbers,
+        *arguments,
         *recipe.constants,
     )
-    return out
 
 
 def _has_many_rows(problem: Problem) -> bool:
@@ -228,16 +232,7 @@ def compile_forward(
     activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, form: str = "packed", kv_heads: int = 4
 ) -> Any:
     """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries."""
-    batch, rows, heads = 4, 256, kv_heads * group
-    packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
-
-    def tensor(packed: bool, lead: tuple[int, ...], heads: int) -> Tensor:
-        return torch.empty((batch * rows, heads, head_dim) if packed else (*lead, heads, head_dim), dtype=dtype, device="meta")
-
-    offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
-    q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads)
-    k, v = tensor(packed_k, (batch, rows), kv_heads), tensor(packed_k, (batch, rows), kv_heads)
-    cu_q, cu_k = offsets if packed_q else None, offsets if packed_k else None
+    q, k, v, cu_q, cu_k = example(form, 4, 256, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
     out = q.new_empty(problem.output_shape)
     arguments = _arguments(problem, q, k, v, out, cu_q, cu_k, None)

@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from gdpa import schedule
 from gdpa.activations import Activation
-from gdpa.backends.gpu import multiprocessors, on_device, ragged_geometry, target_architecture
+from gdpa.backends.gpu import example, multiprocessors, on_device, ragged_geometry, target_architecture
 from gdpa.backends.hopper import backward as kernels
 from gdpa.backends.hopper import partial
 from gdpa.backends.hopper.backward import backward_kernel
-from gdpa.backends.hopper.launch import OPTIONS, Described, Recipe, descriptor, in_place, readable
+from gdpa.backends.hopper.launch import OPTIONS, Recipe, descriptor, in_place, readable, start
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
@@ -161,23 +160,7 @@ def _launch(
             _recipes.clear()
         _recipes[key] = Recipe(kernel, tuple(constants.values()), tuple(ragged_geometry(x) for x in (*tensors, *outputs)))
         return
-    described = [Described(x, geometry) for x, geometry in zip((*tensors, *outputs), recipe.geometries, strict=True)]
-    kernel = recipe.kernel
-    kernel.run(
-        programs,
-        1,
-        1,
-        torch._C._cuda_getCurrentRawStream(q.device.index),
-        kernel.function,
-        kernel.packed_metadata,
-        None,
-        knobs.runtime.launch_enter_hook,
-        knobs.runtime.launch_exit_hook,
-        *described,
-        *pointers,
-        *numbers,
-        *recipe.constants,
-    )
+    start(recipe, programs, (*tensors, *outputs), (*pointers, *numbers))
 
 
 def _descriptors(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> list[Any]:
@@ -270,16 +253,7 @@ def compile_backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> Any:
     """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence."""
-    batch, heads = 1024, kv_heads * group
-    packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
-
-    def tensor(packed: bool, lead: tuple[int, ...], heads: int) -> Tensor:
-        return torch.empty((batch * rows, heads, head_dim) if packed else (*lead, heads, head_dim), dtype=dtype, device="meta")
-
-    offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
-    q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads)
-    k, v = tensor(packed_k, (batch, rows), kv_heads), tensor(packed_k, (batch, rows), kv_heads)
-    cu_q, cu_k = offsets if packed_q else None, offsets if packed_k else None
+    q, k, v, cu_q, cu_k = example(form, 1024, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
     d_out = q.new_empty(problem.output_shape)
     chosen = plan(problem, needs[0], 132)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa import schedule, schedule_kernels
 from gdpa.activations import Activation
-from gdpa.backends.gpu import aligned, architecture, mappable, on_device, ragged_geometry, target_architecture
+from gdpa.backends.gpu import aligned, architecture, example, mappable, on_device, ragged_geometry, target_architecture
 from gdpa.backends.triton.backend import interpreted
 from gdpa.backends.triton.backward import key_gradient_kernel, query_gradient_kernel, shared_query_gradient_kernel
 from gdpa.backends.triton.configs import INTERPRETED, Config, config
@@ -340,17 +340,7 @@ def plans(
     kv_heads: int = 4,
 ) -> list[Launch]:
     """The launches of a forward and a backward on tensors without data, to compile: form packed, dense, dense-keys or shared-queries."""
-    batch, rows, heads = 4, 256, kv_heads * group
-    packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
-
-    def tensor(packed: bool, lead: tuple[int, ...], heads: int, width: int) -> Tensor:
-        return torch.empty((batch * rows, heads, width) if packed else (*lead, heads, width), dtype=dtype, device="meta")
-
-    offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
-    q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads, head_dim)
-    k = tensor(packed_k, (batch, rows), kv_heads, head_dim)
-    v = tensor(packed_k, (batch, rows), kv_heads, value_dim)
-    cu_q, cu_k = offsets if packed_q else None, offsets if packed_k else None
+    q, k, v, cu_q, cu_k = example(form, 4, 256, kv_heads * group, kv_heads, head_dim, value_dim, dtype)
     window = (-1, 0) if masked else (-1, -1)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
