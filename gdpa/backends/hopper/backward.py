@@ -266,6 +266,7 @@ def place(dq, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def unplace(x, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
+    """The columns of the fp32 copy in dQ's order."""
     return x.reshape([ROWS_, COLUMNS // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS_, COLUMNS])
 
 

@@ -20,7 +20,7 @@ from gdpa.tracing import device_functions
 TILE = 128  # keys of a tile, as the kernel has them
 STEP_ROWS = 64  # queries of a step
 # The most keys of dense sequences that one program takes tile after tile, so that dQ needs no zeros and no rounding afterwards. With
-# more, its queries and its sums leave L2 between two tiles: 512 keys so took 3.99 ms on an H200, the kernel alone without 2.87.
+# more, its queries and its sums leave L2 between two tiles: 512 keys so took 3.99 ms on an H200, where additions left 2.87 for the kernel.
 # Jagged keys gain nothing from it (lengths to 512: 1.69 ms against 1.70; median 120: 1.40 against 1.24): there only the sequences of a
 # single tile are spared the copy.
 LONGEST_ITEM = 256

@@ -93,7 +93,7 @@ def uncovered_kernel(dq_ptr, tail_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["count"])
 def round_kernel(dq_ptr, copy_ptr, count, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """All of the copy, rounded. Tiles as in finish_kernel, which moves 4 TB/s; with one row of all the columns it was a third of that."""
+    """All of the copy, rounded. Tiles as in finish_kernel, which moves about 4 TB/s; a single row of 4,096 columns moved 1.5."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     index = row * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     value = in_order(tl.load(copy_ptr + index, mask=index < count, other=0.0), ROWS, COLUMNS)
