@@ -84,7 +84,11 @@ def _local(tensor: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placeme
         if all(isinstance(placement, Replicate) for placement in placements):
             return tensor
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local: Tensor = tensor.redistribute(mesh, placements).to_local()
+    # Where it lies right, redistribute would return the tensor itself, which an autograd function may not: torch 2.11 detaches it in
+    # place, and DTensors have no such operator there.
+    if tuple(tensor.placements) != tuple(placements):
+        tensor = tensor.redistribute(mesh, placements)
+    local: Tensor = tensor.to_local()
     return local
 
 

@@ -69,6 +69,8 @@ def varlen_takes_windows() -> bool:
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int) -> Tensor:
     """q, k, v (T, H, D) -> (T, H, D): the windowed attention by chunks of rows."""
     rows, chunk = q.shape[0], max(window, SHORTEST_CHUNK)
+    if rows == 0:
+        return v  # on CUDA, scaled_dot_product_attention of torch 2.11 returns None for an empty batch
     chunks = (rows + chunk - 1) // chunk
     spare = chunks * chunk - rows
     sequence = functional.pad(rows_to_sequences(offsets, rows), (0, spare), value=-1).view(chunks, chunk)

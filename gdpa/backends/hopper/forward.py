@@ -173,7 +173,8 @@ def step(
     if MASK_TAIL:
         column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         activated = gl.where((column < keys_left)[None, :], activated, 0.0)
-    activated = pinned(activated)
+    if not PACKED:
+        activated = pinned(activated)
     if early:
         divide(keys_left, 1 - RAGGED)
     accumulator = warpgroup_mma_wait(0, deps=[o_token])

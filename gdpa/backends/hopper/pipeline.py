@@ -31,6 +31,7 @@ def join(barrier, THREADS: gl.constexpr):
 def pinned(x):
     """fp32 x, computed before what comes next in the program. Left alone, the compiler moves it down to its first use, past the point
     where most registers are live (140 spills), and waits for the product that it should overlap."""
+    gl.static_assert(x.dtype == gl.float32)
     return gl.inline_asm_elementwise("// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
