@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class Problem:
     deterministic: bool
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    # What a backend has worked out from the above, to find it again at the next such call.
+    notes: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def group(self) -> int:

@@ -6,6 +6,7 @@ What the kernel computes is tested in tests/gpu, how it compiles in test_compile
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,64 +135,163 @@ def comparable(arguments: tuple[Any, ...]) -> list[Any]:
     return seen
 
 
-@needs_triton
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("out_scale", [None, "per-sequence"], ids=["one scale", "a scale each"])
-def test_a_remembered_launch_is_what_a_first_one_would_be(monkeypatch, form, out_scale):
-    """Jagged batches differ in their rows and addresses; the recipe of one must serve the next."""
+@pytest.fixture
+def launched(monkeypatch):
+    """The forward's launches, of a kernel that stands in for its own; on a CPU, whose tensors have no device index."""
     from gdpa.backends.hopper import launch
 
     kernel = Launched()
     monkeypatch.setattr(launch, "forward_kernel", kernel)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_recipes", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    outputs = []
-    real = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: outputs.append(real(self, *a, **k)) or outputs[-1])
+    return kernel
+
+
+def call(case: Any, **changes: Any) -> torch.Tensor:
+    from gdpa.backends.hopper import launch
+
+    q, k, v, cu_q, cu_k, scales = case.inputs._replace(**changes)
+    return launch.forward(case.problem, q, k, v, cu_q, cu_k, scales)
+
+
+@needs_triton
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("out_scale", [None, "per-sequence"], ids=["one scale", "a scale each"])
+def test_a_remembered_launch_is_what_a_first_one_would_be(launched, monkeypatch, form, out_scale):
+    """Jagged batches differ in their rows and addresses; the recipe of one must serve the next, and what is noted of a batch itself."""
+    from gdpa.backends.hopper import launch
 
     options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "out_scale": out_scale}
     small = make_case(form, q_lengths=(130, 7), k_lengths=(5, 300), **options)
     large = make_case(form, q_lengths=(300, 0, 65), k_lengths=(64, 129, 700), scale=0.25, seed=1, **options)
 
-    def call(case: Any) -> None:
-        q, k, v, cu_q, cu_k, scales = case.inputs
-        launch.forward(case.problem, q, k, v, cu_q, cu_k, scales)
-
     call(small)
-    call(large)
+    outputs = [call(large)]
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_first", lambda *arguments: pytest.fail("a batch seen before was prepared again"))
+        outputs.append(call(large))
     launch._recipes.clear()
-    call(large)
-    (first, _, _), (short, short_grid, short_arguments), (again, grid, arguments) = kernel.calls
-    assert (first, short, again) == ("first", "remembered", "first")
-    assert short_grid == grid
-    theirs, ours = comparable(arguments), comparable(short_arguments)
-    for seen in (theirs, ours):
-        assert seen.pop(3)[1] in {x.data_ptr() for x in outputs}  # each wrote to an output of its own
-    assert ours == theirs
+    unknown = dataclasses.replace(large, problem=dataclasses.replace(large.problem))
+    outputs.append(call(unknown))
+    assert [how for how, _, _ in launched.calls] == ["first", "remembered", "remembered", "first"]
+    assert len({grid for _, grid, _ in launched.calls[1:]}) == 1
+    seen = [comparable(arguments) for _, _, arguments in launched.calls[1:]]
+    assert [arguments.pop(3)[1] for arguments in seen] == [x.data_ptr() for x in outputs]
+    assert seen[0] == seen[1] == seen[2]
 
 
 @needs_triton
-def test_inputs_that_must_be_copied_do_not_take_a_recipe(monkeypatch):
-    from gdpa.backends.hopper import launch
-
-    kernel = Launched()
-    monkeypatch.setattr(launch, "forward_kernel", kernel)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_recipes", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+def test_inputs_that_cannot_be_described_are_copied(launched):
     case = make_case("dense", q_lengths=(100, 100), heads=2, head_dim=64, dtype=torch.bfloat16)
-    q, k, v = case.inputs[:3]
-    launch.forward(case.problem, q, k, v, None, None, None)
-    apart = torch.zeros(2, 110, 2, 64, dtype=torch.bfloat16)[:, :100]  # the same last strides, sequences further apart
-    launch.forward(case.problem, apart, k, v, None, None, None)
-    unaligned = torch.zeros(2 * 100 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 100, 2, 64)
-    launch.forward(case.problem, unaligned, k, v, None, None, None)
-    assert [how for how, _, _ in kernel.calls] == ["first", "first", "first"]
-    assert kernel.calls[1][2][0].base.is_contiguous()
-    assert kernel.calls[2][2][0].base.data_ptr() % 16 == 0
+    call(case)
+    apart = torch.ones(2, 110, 2, 64, dtype=torch.bfloat16)[:, :100]  # the same last strides, sequences further apart
+    unaligned = torch.ones(2 * 100 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 100, 2, 64)
+    for q in (apart, unaligned):
+        call(case, q=q)
+        call(case, q=q)
+    assert len(launched.calls) == 5
+    for _, _, arguments in launched.calls[1:]:
+        read = arguments[0].base
+        assert read is not apart
+        assert read.is_contiguous()
+        assert read.data_ptr() % 16 == 0
+        assert (read == 1).all()
+
+
+@needs_triton
+class TestTheBareLauncher:
+    """Past `kernel.run`, the C function must be given what Triton would have given it."""
+
+    LAYOUTS = (
+        {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False},
+        {"swizzle": 2, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 128, 32], "fp4_padded": False},
+    )
+
+    @pytest.fixture
+    def started(self, monkeypatch):
+        """A kernel with two descriptors, an integer and a constant, whose launcher is Triton's around a C function that takes notes."""
+        import triton
+        from triton.backends.nvidia import driver
+
+        calls: list[tuple[Any, ...]] = []
+        encoded: list[tuple[Any, ...]] = []
+        utils = SimpleNamespace(fill_tma_descriptor=lambda *what: encoded.append(what) or ("map", str(what)))
+        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+        signature = {0: "tensordesc<bf16[1,1,64,64]>", 1: "tensordesc<bf16[1,1,128,32]>", 2: "i32", 3: "constexpr"}
+        run = driver.CudaLauncher.__new__(driver.CudaLauncher)
+        run.launch = driver.wrap_handle_tensordesc(lambda *arguments: calls.append(arguments), signature, self.LAYOUTS)
+        run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, True
+        run.global_scratch_size = run.profile_scratch_size = 0
+        run.global_scratch_align = run.profile_scratch_align = 1
+        metadata = lambda grid, stream, *arguments: ("metadata", grid, stream)  # noqa: E731
+        kernel = SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 1000), launch_metadata=metadata)
+        return SimpleNamespace(kernel=kernel, calls=calls, encoded=encoded)
+
+    def start(self, started: Any, *tensors: torch.Tensor, recipe: Any = None) -> Any:
+        from gdpa.backends.hopper import launch
+
+        recipe = recipe or launch.Recipe(started.kernel, ("constant",), tuple(launch.ragged_geometry(x) for x in tensors))
+        launch.start(recipe, 132, tensors, (5,))
+        return recipe
+
+    def test_is_given_what_triton_gives_it(self, started, monkeypatch):
+        from gdpa.backends.hopper import launch
+
+        a, b = torch.zeros(10, 2, 64).bfloat16(), torch.zeros(10, 3, 64).bfloat16()
+        recipe = self.start(started, a, b)
+        self.start(started, a, b, recipe=recipe)
+        assert len(started.encoded) == 2
+        assert recipe.launcher is not None
+        monkeypatch.setattr(launch, "bare_launcher", lambda kernel: None)
+        self.start(started, a, b)
+        assert len(started.encoded) == 4
+        bare, again, ordinary = started.calls
+        hooks = slice(11, 13)  # empty chains, or none
+        assert bare == again == (*ordinary[:11], None, None, *ordinary[13:])
+        assert all(not chain.calls for chain in ordinary[hooks])
+
+    def test_finds_a_descriptor_by_its_address_alone(self, started):
+        tensors = [torch.zeros(10, 2, 64).bfloat16() for _ in range(3)]
+        recipe = self.start(started, tensors[0], tensors[1])
+        self.start(started, tensors[2], tensors[1], recipe=recipe)
+        self.start(started, tensors[1], tensors[2][3:], recipe=recipe)
+        self.start(started, tensors[0], tensors[1][:2], recipe=recipe)
+        addresses = [x.data_ptr() for x in (tensors[0], tensors[1], tensors[2], tensors[1], tensors[2][3:])]
+        assert [what[0] for what in started.encoded] == addresses
+        assert [what[1] for what in started.encoded] == [3, 2, 3, 3, 2]  # the two descriptors are kept apart
+
+    def test_keeps_a_bounded_number_of_them(self, started, monkeypatch):
+        from gdpa.backends.hopper import launch
+
+        monkeypatch.setattr(launch.Encoded, "MOST", 3)
+        x = torch.zeros(64, 2, 64).bfloat16()
+        recipe = self.start(started, x, x)
+        for row in range(1, 20):
+            self.start(started, x[row:], x, recipe=recipe)
+            assert 1 <= len(recipe.encoded[0]) <= 3
+            assert started.calls[-1][13] == ("map", str(started.encoded[-1]))
+
+    def test_is_left_alone_where_a_hook_watches(self, started, monkeypatch):
+        from triton import knobs
+
+        seen: list[Any] = []
+        chain = knobs.HookChain()
+        chain.add(seen.append)
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", chain)
+        x = torch.zeros(10, 2, 64).bfloat16()
+        self.start(started, x, x)
+        assert started.calls[0][10:12] == (("metadata", (132, 1, 1), 7), chain)
+
+    @pytest.mark.parametrize("size", ["global_scratch_size", "profile_scratch_size"])
+    def test_is_not_for_kernels_with_scratch_memory(self, started, size):
+        from gdpa.backends.hopper.compat import bare_launcher
+
+        assert bare_launcher(started.kernel) is not None
+        setattr(started.kernel.run, size, 128)
+        assert bare_launcher(started.kernel) is None
 
 
 @needs_triton
