@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gdpa import dispatch
 from gdpa.errors import GdpaError
-from gdpa.problem import Problem, allowed_pairs, batch_size, check_offsets, describe, offsets_are_checked, output_shape, sides
+from gdpa.problem import Problem, allowed_pairs, batch_size, check_offsets, checks_are_asked_for, describe, output_shape, sides
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? out_scale, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str[] activations, "
@@ -38,6 +38,7 @@ class _Plan(NamedTuple):
 
     problem: Problem
     backend: ModuleType
+    on_cpu: bool
 
 
 _MOST_PLANS = 4096
@@ -45,25 +46,24 @@ _plans: dict[Hashable, _Plan] = {}
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> _Plan:
-    """Decide, or remember: describing a call and choosing its backend takes 16 to 23 microseconds on a 2-core Xeon, looking it up 4."""
-    (
-        cu_seqlens_q,
-        cu_seqlens_k,
-        _,
+    """Decide, or remember: describing a call and choosing its backend takes 16 to 23 microseconds on a 2-core Xeon, looking it up 3."""
+    cu_seqlens_q, cu_seqlens_k, _, max_seqlen_q, max_seqlen_k, activations, *numbers, backend = options
+    key = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        q.device,
+        None if cu_seqlens_q is None else cu_seqlens_q.shape,
+        None if cu_seqlens_k is None else cu_seqlens_k.shape,
         max_seqlen_q,
         max_seqlen_k,
-        activations,
-        scale,
-        out_scale,
-        left,
-        right,
-        deterministic,
-        backend,
-    ) = options
-    offsets = tuple(None if cu is None else cu.shape[0] for cu in (cu_seqlens_q, cu_seqlens_k))
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, offsets, *options[3:5], *activations, *options[6:])
+        *activations,
+        *options[6:],
+    )
     plan = _plans.get(key)
     if plan is None:
+        scale, out_scale, left, right, deterministic = numbers
         problem = describe(
             q,
             k,
@@ -78,12 +78,11 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> _Plan:
             (left, right),
             deterministic,
         )
-        name = backend or None
-        plan = _Plan(problem, dispatch.choose(problem, name))
+        plan = _Plan(problem, dispatch.choose(problem, backend or None), q.device.type == "cpu")
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
-    if offsets_are_checked(q.device):
+    if plan.on_cpu or checks_are_asked_for():
         if cu_seqlens_q is not None:
             check_offsets("cu_seqlens_q", cu_seqlens_q, plan.problem.query_rows, max_seqlen_q)
         if cu_seqlens_k is not None:
@@ -168,15 +167,20 @@ _PLAIN = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.Disp
 
 def _autograd(function: type[torch.autograd.Function], operator: str, implementation: Callable[..., Any], tensors: int) -> None:
     overload = getattr(torch.ops.gdpa, operator).default
+    runs: dict[int, Callable[..., Any]] = {}  # by dispatch keys, of which a process sees a few sets
 
     def record(keys: Any, *arguments: Any) -> Any:
-        differentiable = arguments[:tensors]
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in differentiable):
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in arguments[:tensors]):
             raise GdpaError("forward-mode differentiation of gdpa.attention is not implemented; expected reverse mode (backward)")
-        # Dispatching once more would find `implementation` alone, and takes as long as all that is done for a call here.
-        run = implementation if (keys & _BELOW_AUTOGRAD).raw_repr() in _PLAIN else overload
-        if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
-            return function.apply(run, *arguments)
+        run = runs.get(keys.raw_repr())
+        if run is None:
+            # Dispatching once more would find `implementation` alone, and takes as long as all that is done for a call here.
+            run = implementation if (keys & _BELOW_AUTOGRAD).raw_repr() in _PLAIN else overload
+            runs[keys.raw_repr()] = run
+        if torch.is_grad_enabled():
+            for x in arguments[:tensors]:
+                if x.requires_grad:
+                    return function.apply(run, *arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*arguments)
 
