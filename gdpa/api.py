@@ -27,6 +27,8 @@ from gdpa.problem import check_call, check_max_seqlen, check_number, check_windo
 OneActivation: TypeAlias = str | Activation | Callable[[Tensor], Tensor]
 ActivationLike: TypeAlias = OneActivation | Sequence[OneActivation]
 
+_forward = torch.ops.gdpa.forward.default
+
 
 def attention(
     q: Tensor,
@@ -267,12 +269,12 @@ def _arguments(
     return out_scale_tensor, (keys, scale, out_scale_value, left, right, deterministic, backend or "")
 
 
-def _call(*arguments: Any) -> Tensor:
+def _call(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     """Run the operator on the parameters of `_arguments`, once they are checked."""
-    out_scale_tensor, options = _arguments(*arguments)
-    if not (type(arguments[0]) is type(arguments[1]) is type(arguments[2]) is Tensor):
-        _add_distributed_rule(arguments[:3])
-    out: Tensor = torch.ops.gdpa.forward.default(*arguments[:5], out_scale_tensor, *arguments[5:7], *options)
+    out_scale_tensor, options = _arguments(q, k, v, *others)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        _add_distributed_rule((q, k, v))
+    out: Tensor = _forward(q, k, v, *others[:2], out_scale_tensor, *others[2:4], *options)
     return out
 
 

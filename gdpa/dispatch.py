@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from types import ModuleType
 
 from gdpa.errors import BackendUnavailable
@@ -64,18 +64,12 @@ def reason_against(name: str, problem: Problem) -> str | None:
 
 def choose(problem: Problem, name: str | None = None) -> ModuleType:
     """The module that runs this problem. A backend asked for by name runs or raises; it is never replaced by another."""
-    return load(_chosen(problem, name))
-
-
-@lru_cache(maxsize=4096)
-def _chosen(problem: Problem, name: str | None) -> str:
-    if name is None:
-        return explain(problem).backend
     check_name(name)
-    reason = reason_against(name, problem)
-    if reason is not None:
-        raise BackendUnavailable(f"backend: {name!r} cannot run this call: {reason}")
-    return name
+    for candidate in BACKENDS if name is None else (name,):
+        reason = reason_against(candidate, problem)
+        if reason is None:
+            return load(candidate)
+    raise BackendUnavailable(f"backend: {name!r} cannot run this call: {reason}")
 
 
 def explain(problem: Problem, name: str | None = None) -> Explanation:

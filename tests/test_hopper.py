@@ -123,15 +123,13 @@ class Launched:
 
 
 def comparable(arguments: tuple[Any, ...]) -> list[Any]:
-    """Descriptors by what the copy engine is told, tensors by where and what they are."""
+    """Descriptors by what the copy engine is told, tensors by where they are (a schedule stays while its offsets do)."""
     seen: list[Any] = []
     for x in arguments:
         if hasattr(x, "base"):
             seen.append(("descriptor", x.base.data_ptr(), list(x.shape), list(x.strides), x.padding))
-        elif isinstance(x, torch.Tensor):
-            seen.append(("tensor", x.dtype, x.data_ptr() if x.dtype != torch.int32 else x.tolist()))
         else:
-            seen.append(x)
+            seen.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
     return seen
 
 

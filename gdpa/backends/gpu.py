@@ -36,20 +36,18 @@ def aligned(x: Tensor) -> Tensor:
     Head strides are compiled in, so heads-first tensors, whose head stride is their length, are copied too: they would compile anew
     for every batch.
     """
-    sound = (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride % 8 == 0 for stride in x.stride()[:-1])
-        and x.stride(-2) <= x.stride(-3) < MOST_ROW_STRIDE
-    )
+    strides = x.stride()
+    row, head, column = strides[-3:]
+    sound = column == 1 and x.data_ptr() % 16 == 0 and (strides[0] | row | head) % 8 == 0 and head <= row < MOST_ROW_STRIDE
     return x if sound or x.numel() == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def mappable(x: Tensor) -> bool:
     """Whether a ragged descriptor can describe x: its rows, those of all sequences, lie at one distance."""
-    rows = x.shape[0] * x.shape[1] if x.dim() == 4 else x.shape[0]
-    together = x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1)
-    return together and 0 < rows < RAGGED and x.stride(-3) > 0 and x.numel() > 0
+    shape, strides = x.shape, x.stride()
+    rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
+    together = len(shape) == 3 or strides[0] == shape[1] * strides[1]
+    return together and 0 < rows < RAGGED and strides[-3] > 0 and x.numel() > 0
 
 
 def ragged_geometry(x: Tensor) -> tuple[list[int], list[int]]:

@@ -108,8 +108,9 @@ def forward(
         with on_device(q):
             return _first(layout, problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
     out = q.new_empty(ready.output_shape)
-    pointers = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
-    start(ready.recipe, ready.programs, (q, k, v, out), (*pointers, *ready.numbers))
+    records, scales = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
+    # As addresses: the launcher asks the driver about every tensor that it is given.
+    start(ready.recipe, ready.programs, (q, k, v, out), (records.data_ptr(), scales.data_ptr(), *ready.numbers))
     return out
 
 
