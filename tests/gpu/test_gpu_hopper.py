@@ -191,6 +191,25 @@ def test_no_keys_at_all_and_no_queries_at_all():
         check(make_case(**BASE, q_lengths=q_lengths, k_lengths=k_lengths), "hopper")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_other_data_at_other_addresses_and_at_the_same(form):
+    """What was worked out for a call serves the next ones: its launch, and its descriptors by the address they point to."""
+    import triton
+
+    from gdpa.backends.hopper import launch
+
+    kept = [make_case(form, **BASE, **SHORT, seed=seed) for seed in range(3)]
+    for case in (*kept, *kept):
+        check(case, "hopper")
+    for seed in range(3, 9):  # each in the memory that the one before has left
+        check(make_case(form, **BASE, **SHORT, seed=seed), "hopper")
+    recipes = launch._recipes.values()
+    assert recipes
+    if triton.__version__.startswith("3.6."):
+        assert all(recipe.launcher is not None for recipe in recipes)
+        assert any(all(recipe.encoded) for recipe in recipes)
+
+
 class TestStrides:
     def test_slices_of_one_projection_are_read_in_place(self):
         offsets = offsets_of((1000, 650), device="cuda")
