@@ -61,19 +61,21 @@ def bare_launcher(kernel: Any) -> BareLauncher | None:
 
     Known of Triton 3.6 alone, of kernels whose descriptors are all the copy engine's and that ask for no scratch memory.
     """
+    if _VERSION != (3, 6):
+        return None
+    from triton.backends.nvidia import driver
+
     run = kernel.run
     wrapped = getattr(run, "launch", None)
-    if _VERSION != (3, 6) or wrapped is None or run.global_scratch_size or run.profile_scratch_size:
+    if wrapped is None or driver._BASE_ARGS_FORMAT != "iiiKKppOOOOOO" or run.global_scratch_size or run.profile_scratch_size:
         return None
     inside = inspect.getclosurevars(wrapped).nonlocals
-    layouts = inside.get("tensordesc_meta", [None])
-    if None in layouts:
+    launch, layouts = inside.get("launcher"), inside.get("tensordesc_meta")
+    if launch is None or not layouts or None in layouts:
         return None
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
     no_scratch = no_hooks = (None, None)
     leading = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, kernel.packed_metadata, None, *no_hooks)
-    return BareLauncher(inside["launcher"], leading, tuple(partial(make_tensordesc_arg, metadata=layout) for layout in layouts))
+    return BareLauncher(launch, leading, tuple(partial(driver.make_tensordesc_arg, metadata=layout) for layout in layouts))
 
 
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
