@@ -213,6 +213,8 @@ class TestTheBareLauncher:
         import triton
         from triton.backends.nvidia import driver
 
+        if not triton.__version__.startswith("3.6."):
+            pytest.skip(f"the launcher is known of Triton 3.6 alone, and this is {triton.__version__}")
         calls: list[tuple[Any, ...]] = []
         encoded: list[tuple[Any, ...]] = []
         utils = SimpleNamespace(fill_tma_descriptor=lambda *what: encoded.append(what) or ("map", str(what)))

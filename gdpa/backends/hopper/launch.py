@@ -63,7 +63,7 @@ class Described:
 class Encoded(dict[int, list[Any]]):
     """One descriptor as the launcher takes it, by the address it points to, the only thing in it that varies.
 
-    Allocators give the same addresses again and again. On a 2-core Xeon it takes 0.2 microseconds to find one, 1.7 to encode it.
+    Allocators give the same addresses again and again. On a 2-core Xeon it takes 0.14 microseconds to find one, 1.3 to encode it (the driver's own part left out).
     """
 
     __slots__ = ("encode", "geometry")
