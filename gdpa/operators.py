@@ -50,7 +50,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> _Plan:
 
     Describing a call and choosing its backend takes 5 to 8 microseconds on a 2-core Xeon, looking it up 1.4.
     """
-    cu_seqlens_q, cu_seqlens_k, _, max_seqlen_q, max_seqlen_k, activations, *numbers, backend = options
+    cu_seqlens_q, cu_seqlens_k, _, max_seqlen_q, max_seqlen_k, activations = options[:6]
     key = (
         q.shape,
         k.shape,
@@ -66,7 +66,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> _Plan:
     )
     plan = _plans.get(key)
     if plan is None:
-        scale, out_scale, left, right, deterministic = numbers
+        scale, out_scale, left, right, deterministic, backend = options[6:]
         problem = describe(
             q,
             k,

@@ -111,8 +111,8 @@ class Launched:
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> Launched:
-            for option in ("num_warps", "maxnreg", "enable_fp_fusion"):
-                del constants[option]
+            for option in ("num_warps", "maxnreg", "enable_fp_fusion", "launch_cooperative_grid"):
+                constants.pop(option, None)
             self.calls.append(("first", grid[0], (*arguments, *constants.values())))
             return self
 
@@ -178,6 +178,19 @@ def test_a_remembered_launch_is_what_a_first_one_would_be(launched, monkeypatch,
     seen = [comparable(arguments) for _, _, arguments in launched.calls[1:]]
     assert [arguments.pop(3)[1] for arguments in seen] == [x.data_ptr() for x in outputs]
     assert seen[0] == seen[1] == seen[2]
+
+
+@needs_triton
+def test_slices_of_one_projection_are_read_in_place_and_the_output_is_whole(launched):
+    case = make_case(q_lengths=(130, 7), heads=4, head_dim=64, dtype=torch.bfloat16)
+    q = torch.ones(137, 3, 4, 64, dtype=torch.bfloat16)[:, 1]
+    for _ in range(3):
+        out = call(case, q=q)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+    assert [how for how, _, _ in launched.calls] == ["first", "remembered", "remembered"]
+    for _, _, arguments in launched.calls:
+        assert arguments[0].base is q
 
 
 @needs_triton
