@@ -49,13 +49,16 @@ def records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_ro
     """All that a kernel must know of each tile of queries, as int32 (count bound + 1, 8).
 
     Row 0 is (count of tiles, 0, ...). Rows 1 to count are (q_start, q_length, first row of the tile within the sequence, k_start,
-    k_length, sequence, 0, 0); what follows them is not initialised. A side without offsets has `q_rows` (`k_rows`) rows a sequence and
-    starts at sequence * rows; one side at least has offsets. The uncovered tail of a packed q is sequence `batch`, without keys.
+    k_length, sequence, tiles of the sequence, 0); what follows them is not initialised. A side without offsets has `q_rows` (`k_rows`)
+    rows a sequence and starts at sequence * rows; one side at least has offsets. The uncovered tail of a packed q is sequence `batch`,
+    without keys. The tiles of a sequence are those in the list: garbage offsets may claim more than it has room for.
 
     Tiles of a sequence follow one another. Sequences come sorted by ceil(k_length / 128), the longest first; 127 and more count as
     the same. Dealt out in turn, such a list keeps programs equally busy.
     """
-    anchors = tuple(t for t in (q_offsets, k_offsets) if t is not None)
+    # Offsets that both sides share, as in self-attention, are looked at once.
+    given = (q_offsets,) if k_offsets is q_offsets else (q_offsets, k_offsets)
+    anchors = tuple([t for t in given if t is not None])
     kind = ("records", q_offsets is None, k_offsets is None, batch, q_rows, k_rows, block)
     return _cached(kind, anchors, lambda: _build_records(q_offsets, k_offsets, batch, q_rows, k_rows, block))
 
@@ -130,23 +133,24 @@ def _plain_records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: in
     k_bounds = None if k_offsets is None else _plain_bounds(k_offsets, k_rows)
     sequence, tile = _plain_tiles(q_bounds, k_bounds, batch, q_rows, block).unbind(1)
     count = (sequence >= 0).sum().int().reshape(1)
-    sequence = sequence.clamp(min=0)
     none = torch.zeros_like(sequence)
+    listed_of = none.new_zeros(batch + 1).index_add_(0, sequence.clamp(min=0), (sequence >= 0).to(none.dtype))
+    sequence = sequence.clamp(min=0)
     q_start, q_length = (sequence * q_rows, none + q_rows) if q_bounds is None else q_bounds[sequence].unbind(1)
     k_start, k_length = (sequence * k_rows, none + k_rows) if k_bounds is None else k_bounds[sequence].unbind(1)
     k_start, k_length = (x.where(sequence < batch, 0) for x in (k_start, k_length))  # the tail attends to nothing
-    listed = torch.stack((q_start, q_length, tile * block, k_start, k_length, sequence, none, none), dim=1)
+    listed = torch.stack((q_start, q_length, tile * block, k_start, k_length, sequence, listed_of[sequence], none), dim=1)
     return torch.cat((torch.nn.functional.pad(count, (0, 7))[None], listed))
 
 
-def _memory_is_a_graphs(device: torch.device) -> bool:
+def _memory_is_a_graphs(index: int) -> bool:
     """Whether what is allocated now belongs to a CUDA graph: one being captured, or one torch.compile is warming up for."""
     if torch.cuda.is_current_stream_capturing():
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
-    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    manager = trees.get_manager(index, create_if_none_exists=False)
     return manager is not None and manager.path_state != trees.ExecutionState.NONE
 
 
@@ -159,19 +163,27 @@ def _cached(kind: tuple[Hashable, ...], anchors: tuple[Tensor, ...], build: Call
     While a CUDA graph is captured it is always built, inside the capture: a replay reads offsets that changed since. Inference
     tensors have no version, so nothing is kept for them either.
     """
-    # Loops and lists, not generators: it stands in the way of every launch.
-    versions = [-1 if anchor.is_inference() else anchor._version for anchor in anchors]
-    device = anchors[0].device
-    on_gpu = device.type == "cuda"
-    if -1 in versions or (on_gpu and _memory_is_a_graphs(device)):
-        return build()
-    # What one stream builds another may not read yet, so each has its own. The raw call is 10 microseconds cheaper.
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if on_gpu else 0
-    key = (*kind, stream, *versions, *map(id, anchors))
+    # It stands in the way of every launch: no generators, and not a device's type, a text that is made anew at each look.
+    key = kind
+    for anchor in anchors:
+        if anchor.is_inference():
+            return build()
+        key = (*key, id(anchor), anchor._version)
+    if anchors[0].is_cuda:
+        index = anchors[0].get_device()
+        if _memory_is_a_graphs(index):
+            return build()
+        # What one stream builds another may not read yet, so each has its own. The raw call is 10 microseconds cheaper.
+        key = (*key, torch._C._cuda_getCurrentRawStream(index))
     hit = _cache.get(key)
-    if hit is not None and False not in [ref() is anchor for ref, anchor in zip(hit[0], anchors, strict=True)]:
-        _cache.move_to_end(key)
-        return hit[1]
+    if hit is not None:
+        references, built = hit
+        for reference, anchor in zip(references, anchors, strict=True):
+            if reference() is not anchor:
+                break
+        else:
+            _cache.move_to_end(key)
+            return built
     built = build()
     _cache[key] = (tuple(weakref.ref(a) for a in anchors), built)
     while len(_cache) > _CACHE_SIZE:

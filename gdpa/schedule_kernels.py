@@ -148,6 +148,7 @@ def list_kernel(
                 value = tl.where(word == 3, other_start[:, None], value)
                 value = tl.where(word == 4, walked[:, None], value)
                 value = tl.where(word == 5, sequence[:, None], value)
+                value = tl.where(word == 6, fitting, value)
             else:
                 value = tl.where(word == 0, sequence[:, None], tile)
             tl.store(row_ptr + done * WIDTH, value, mask=tile < fitting)

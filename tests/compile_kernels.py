@@ -44,7 +44,8 @@ HOPPER: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The hopper backend's gradients: activations, D, dtype, query heads per key head, form, key heads, keys a sequence, gradients.
+# The hopper backend's gradients: activations, D, dtype, query heads per key head, form, key heads, keys a sequence, gradients,
+# whether their order counts.
 HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "silu": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256),
     "gelu_tanh-long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048),
@@ -54,6 +55,7 @@ HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "shared": (("gelu",), 128, torch.bfloat16, 1, "shared-queries", 4, 64),
     "64-fp16": (("silu",), 64, torch.float16, 1, "packed", 4, 256),
     "without-dq": (("gelu",), 128, torch.bfloat16, 1, "packed", 4, 256, (False, True, True)),
+    "ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True),
 }
 
 

@@ -42,11 +42,12 @@ HOPPER_PRODUCTS = {("forward_kernel", 128): 88, ("forward_kernel", 64): 72}
 HOPPER_PRODUCTS |= {("backward_kernel", 128): 152, ("backward_kernel", 64): 120, ("backward_kernel", "without-dq"): 104}
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
+UNSAFE_SPILLS = {False: (12, 80), True: (90, 350)}  # with a mask
 
 
 def spills_allowed(arch: int, configuration: str, kernel: str) -> int:
     if kernel == "backward_kernel":
-        return max(most for _, most in BACKWARD_SPILLS.values())
+        return max(most for _, most in UNSAFE_SPILLS.values())
     if configuration == "schedule" or configuration.startswith("hopper-") or (arch == 90 and configuration == "bf16-128"):
         return 0
     return SPILLS.get((arch, configuration, kernel), A_HANDFUL)
@@ -90,7 +91,8 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
             if row["products"] != HOPPER_PRODUCTS[row["kernel"], width]:
                 over.append(f"{name}: {row['products']} warpgroup products, expected {HOPPER_PRODUCTS[row['kernel'], width]}")
         if row["kernel"] == "backward_kernel":
-            found, most = (row["spills_in_loops"], row["spills"]), BACKWARD_SPILLS[newest]
+            allowed = UNSAFE_SPILLS if row["configuration"].endswith("unsafe") else BACKWARD_SPILLS
+            found, most = (row["spills_in_loops"], row["spills"]), allowed[newest]
             if found[0] > most[0] or found[1] > most[1]:
                 over.append(f"{name}: {found} spill instructions in steps and in all, at most {most}")
         if arch == 90 and row["bits"] == 16:

@@ -14,7 +14,6 @@ import torch
 from helpers import FORMS, make_case, needs_triton
 
 from gdpa.backends.hopper import backend
-from gdpa.problem import describe
 
 HOPPER = torch.device("cuda", 0)
 
@@ -61,7 +60,7 @@ def test_another_gpu_is_named(monkeypatch):
 
 @needs_triton
 class TestWhichGradientsItsKernelComputes:
-    """dQ alone, and a dQ whose order of summation must not vary where it would, come from the portable kernel."""
+    """dQ alone comes from the portable kernel."""
 
     @pytest.fixture
     def calls(self, monkeypatch):
@@ -87,19 +86,6 @@ class TestWhichGradientsItsKernelComputes:
     def test_by_what_is_needed(self, calls, needs, expected):
         backend.backward(problem(), *[None] * 7, needs)
         assert calls == expected
-
-    @pytest.mark.parametrize(
-        ("keys", "packed", "apart"), [(100, False, False), (256, False, False), (257, False, True), (100, True, True)]
-    )
-    def test_deterministic(self, calls, keys, packed, apart):
-        rows = torch.empty((4, keys, 2, 128), dtype=torch.bfloat16, device="meta")
-        offsets = torch.empty(5, dtype=torch.int32, device="meta") if packed else None
-        rows = rows.flatten(0, 1) if packed else rows
-        asked = describe(rows, rows, rows, offsets, offsets, None, None, ("silu",), None, 1.0, (-1, -1), True)
-        backend.backward(asked, *[None] * 7, (True, True, True))
-        assert calls == (
-            [("hopper", (False, True, True)), ("triton", (True, False, False))] if apart else [("hopper", (True,) * 3)]
-        )
 
 
 class Launched:

@@ -1,10 +1,11 @@
-"""The hopper backward's host side, without a GPU: which way dQ takes, its fp32 copy's kernels (interpreted), remembered launches.
+"""The hopper backward without a GPU: which way dQ takes, who passes it on to whom, the kernels around (interpreted), remembered launches.
 
 What the kernel computes is tested in tests/gpu, how it compiles in test_compile_kernels.py.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -33,73 +34,151 @@ def exact(*shape: int) -> torch.Tensor:
 
 
 class TestPlan:
-    """Short keys of many sequences go by items; long ones, or few sequences, tile by tile."""
-
     @pytest.mark.parametrize(
-        ("form", "keys", "batch", "expected"),
+        ("form", "keys", "batch", "way"),
         [
-            ("dense", 128, 4, "STORE 128"),
-            ("dense", 129, 400, "MIXED 256"),
-            ("dense", 256, 400, "MIXED 256"),
-            ("dense", 256, 4, "ADD 128"),
-            ("dense", 257, 400, "ADD 128"),
-            ("dense-key", 100, 4, "STORE 128"),
-            ("packed", 100, 4, "MIXED 128"),
-            ("packed", 100, 400, "MIXED 128"),
-            ("packed", 600, 400, "MIXED 128"),
-            ("shared-query", 100, 400, "ADD 128"),
+            ("dense", 128, 4, "STORE"),
+            ("dense", 129, 4, "RELAY"),
+            ("dense-key", 100, 4, "STORE"),
+            ("dense-key", 200, 4, "RELAY"),
+            ("packed", 100, 4, "RELAY"),
+            ("shared-query", 100, 400, "SHARED"),
         ],
     )
-    def test_by_form_length_and_number(self, form, keys, batch, expected):
+    def test_the_way_of_dq(self, form, keys, batch, way):
         from gdpa.backends.hopper import launch_backward as launch
 
-        case = make_case(form, q_lengths=(3,) * batch, k_lengths=(keys,) * batch, heads=4, head_dim=8)
-        names = {getattr(launch, name): name for name in ("ADD", "STORE", "MIXED", "NONE")}
-        way, item = launch.plan(case.problem, True, 132)
-        assert f"{names[way]} {item}" == expected
-        assert launch.plan(case.problem, False, 132) == (launch.NONE, 128)
+        problem = make_case(form, q_lengths=(3,) * batch, k_lengths=(keys,) * batch, heads=4, head_dim=8).problem
+        assert launch.way_of_dq(problem, True) == getattr(launch, way)
+        assert launch.way_of_dq(problem, False) == launch.NONE
 
-    def test_deterministic_calls_of_few_sequences_still_go_by_items(self):
+    @pytest.mark.parametrize(
+        ("form", "queries", "keys", "batch", "heads", "paired"),
+        [
+            ("dense", 256, 256, 132, 4, True),
+            ("dense", 256, 129, 132, 4, True),
+            ("dense", 256, 256, 131, 4, False),  # too few pairs
+            ("dense", 256, 128, 132, 4, False),
+            ("dense", 256, 257, 132, 4, False),
+            ("dense", 257, 256, 132, 4, False),  # their sums leave L2
+            ("dense", 129, 256, 264, 2, True),
+            ("dense-key", 256, 256, 132, 4, False),
+            ("packed", 256, 256, 132, 4, False),
+        ],
+    )
+    def test_pairs_of_tiles(self, form, queries, keys, batch, heads, paired):
+        from gdpa.backends.hopper import launch_backward as launch
+
+        problem = make_case(form, q_lengths=(queries,) * batch, k_lengths=(keys,) * batch, heads=heads, head_dim=8).problem
+        assert launch.is_paired(problem, 132) == paired
+        tiles, *_, rotating, _, _ = launch._numbers(problem, 132)
+        assert rotating == (0 if paired else 132)
+        assert tiles >= batch * heads * -(-keys // 128)
+
+    def test_what_is_deterministic_does_not_depend_on_the_device(self):
         import dataclasses
 
         from gdpa.backends.hopper import launch_backward as launch
 
-        case = make_case("dense", q_lengths=(3,) * 4, k_lengths=(250,) * 4, heads=4, head_dim=8)
-        deterministic = dataclasses.replace(case.problem, deterministic=True)
-        assert launch.is_deterministic(deterministic)
-        assert launch.plan(deterministic, True, 132) == (launch.MIXED, 256)
+        problem = make_case("packed", q_lengths=(3,) * 4, k_lengths=(250,) * 4, heads=4, head_dim=8).problem
+        ordered = dataclasses.replace(problem, deterministic=True)
+        assert launch._numbers(problem, 132) != launch._numbers(problem, 114)
+        assert launch._numbers(ordered, 132) == launch._numbers(ordered, 114)
 
 
-class TestCopy:
-    """The kernels around the backward: zeros before it, rounding after."""
+class TestRelay:
+    """Who passes what on to whom, as backward.find_relay and find_rank say; the kernel's own arithmetic, run as Python."""
+
+    @pytest.fixture
+    def kernels(self, monkeypatch):
+        """find_relay and find_rank as plain functions of numbers."""
+        from types import SimpleNamespace
+
+        from gdpa.backends.hopper import backward
+
+        class Number(int):
+            def to(self, dtype):
+                return self
+
+        def where(condition, x, y):
+            return x if condition else y
+
+        namespace = {
+            "gl": SimpleNamespace(where=where, int64=None, int32=None, constexpr=None),
+            "TILE": 128,
+            "RELAY": backward.RELAY,
+        }
+        for name in ("first_step", "find_relay", "find_rank"):
+            source = inspect.getsource(getattr(backward, name).fn).replace("@gluon.jit\n", "")
+            source = source.replace(
+                "(((here + 1).to(gl.int64) * count - 1) // steps).to(gl.int32)", "((here + 1) * count - 1) // steps"
+            )
+            exec(source, namespace)
+        return SimpleNamespace(**{name: namespace[name] for name in ("find_relay", "find_rank")}, relay=backward.RELAY)
+
+    @pytest.mark.parametrize("rotating", [0, 132])
+    @pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 32, 33])
+    @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 16, 33])
+    def test_every_step_has_one_first_and_one_last_and_nobody_waits_in_a_circle(self, kernels, rotating, steps, count):
+        visits: dict[int, dict[int, tuple[int, bool, bool]]] = {step: {} for step in range(steps)}
+        ranks: dict[int, dict[int, int]] = {step: {} for step in range(steps)}
+        for tile in range(count):
+            start, first_until, last_from = kernels.find_relay(128 * tile, 64, count, steps, rotating, 4, kernels.relay)
+            assert 0 <= start < steps
+            for step in range(steps):
+                here = (start + step) % steps
+                visits[here][tile] = (step, step < first_until, step >= last_from)
+                ranks[here][tile] = kernels.find_rank(128 * tile, count, here, steps, rotating, 4)
+        done: set[tuple[int, int]] = set()  # (tile, its own step)
+        waiting = {(tile, visits[here][tile][0]): here for here in visits for tile in visits[here]}
+        for here in range(steps):
+            assert sum(first for _, first, _ in visits[here].values()) == 1
+            assert sum(last for _, _, last in visits[here].values()) == 1
+            assert sorted(ranks[here].values()) == list(range(count))
+            for tile, (_, first, last) in visits[here].items():
+                assert first == (ranks[here][tile] == 0)
+                assert last == (ranks[here][tile] == count - 1)
+        while waiting:  # every tile takes its steps in order, each after those of lower rank there
+            ready = [
+                (tile, step)
+                for (tile, step), here in waiting.items()
+                if (step == 0 or (tile, step - 1) in done)
+                and all((other, visits[here][other][0]) in done for other in ranks[here] if ranks[here][other] < ranks[here][tile])
+            ]
+            assert ready, "tiles wait for each other"
+            for visit in ready:
+                del waiting[visit]
+                done.add(visit)
+
+    def test_sequences_that_do_not_turn_wait_for_earlier_tiles_alone(self, kernels):
+        for tile in range(40):
+            assert kernels.find_relay(128 * tile, 64, 40, 5, 132, 4, kernels.relay)[0] == 0
+            assert kernels.find_rank(128 * tile, 40, 3, 5, 132, 4) == tile
+
+    def test_tiles_without_queries_are_alone(self, kernels):
+        assert kernels.find_relay(128, 0, 4, 1, 132, 4, kernels.relay) == (0, 1, 0)
+
+
+class TestUnattended:
+    """Rows of dQ that no tile of keys reaches."""
 
     LENGTHS = ((5, 0, 70, 3, 40), (600, 700, 0, 100, 513))
 
     @pytest.mark.parametrize("form", ["packed", "dense-key"])
-    def test_prepare_and_finish_touch_the_rows_that_need_it(self, form):
+    @pytest.mark.parametrize("tail", [0, 1, 300])
+    def test_sequences_without_keys_and_uncovered_rows(self, form, tail):
         from gdpa.backends.hopper import partial
 
-        case = make_case(form, q_lengths=self.LENGTHS[0], k_lengths=self.LENGTHS[1], heads=3, head_dim=16, tail=(9, 4))
+        case = make_case(form, q_lengths=self.LENGTHS[0], k_lengths=self.LENGTHS[1], heads=3, head_dim=16, tail=(tail, 4))
         q, _, _, cu_q, cu_k, _ = case.inputs
         problem = case.problem
         k_lengths = self.LENGTHS[1] if cu_k is not None else (problem.key_rows,) * problem.batch
-        rows = (problem.batch, problem.query_rows, problem.key_rows, 512)
-        sums = exact(*q.shape)
-        copy, dq = torch.full(q.shape, NAN), torch.full(q.shape, NAN, dtype=torch.bfloat16)
-        partial.prepare(copy, cu_q, cu_k, *rows)
+        dq = torch.full(q.shape, NAN, dtype=torch.bfloat16)
+        partial.zero_unattended(dq, cu_q, cu_k, problem.batch, problem.query_rows, problem.key_rows)
         starts = cu_q.tolist()
         for sequence, keys in enumerate(k_lengths):
-            mine = copy[starts[sequence] : starts[sequence + 1]]
-            assert (mine == 0).all() if keys > 512 else mine.isnan().all()
-        assert copy[starts[-1] :].isnan().all()
-
-        partial.finish(dq, placed(sums), cu_q, cu_k, *rows)
-        for sequence, keys in enumerate(k_lengths):
-            mine = slice(starts[sequence], starts[sequence + 1])
-            if keys > 512:
-                assert torch.equal(dq[mine], sums[mine].bfloat16())
-            else:
-                assert (dq[mine] == 0).all() if keys == 0 else dq[mine].isnan().all()
+            mine = dq[starts[sequence] : starts[sequence + 1]]
+            assert (mine == 0).all() if keys == 0 else mine.isnan().all()
         assert (dq[starts[-1] :] == 0).all()
 
     def test_dense_queries_with_packed_keys(self):
@@ -107,31 +186,16 @@ class TestCopy:
         from gdpa.jagged import offsets_from_lengths
 
         cu_k = offsets_from_lengths(torch.tensor([600, 0, 100]))
-        sums = exact(3, 40, 2, 8)
-        dq = torch.full(sums.shape, NAN, dtype=torch.float16)
-        partial.finish(dq, placed(sums), None, cu_k, 3, 40, 700, 512)
-        assert torch.equal(dq[0].float(), sums[0].half().float())
+        dq = torch.full((3, 40, 2, 8), NAN, dtype=torch.float16)
+        partial.zero_unattended(dq, None, cu_k, 3, 40, 700)
         assert (dq[1] == 0).all()
-        assert dq[2].isnan().all()
+        assert dq[0].isnan().all() and dq[2].isnan().all()
 
-    def test_round_all_and_sum_programs(self):
+    def test_sums_of_programs(self):
         from gdpa.backends.hopper import partial
 
         sums = exact(5, 33, 3, 16)
-        dq = torch.empty(33, 3, 16, dtype=torch.bfloat16)
-        partial.round_all(dq, placed(sums[0]))
-        assert torch.equal(dq, sums[0].bfloat16())
         assert torch.equal(partial.sum_programs(placed(sums), torch.bfloat16), sums.sum(0).bfloat16())
-
-    @pytest.mark.parametrize("tail", [0, 1, 50])
-    def test_uncovered_rows(self, tail):
-        from gdpa.backends.hopper import partial
-        from gdpa.jagged import offsets_from_lengths
-
-        dq = torch.full((30 + tail, 3, 16), NAN)
-        partial.zero_uncovered(dq, offsets_from_lengths(torch.tensor([10, 0, 20])))
-        assert dq[:30].isnan().all()
-        assert (dq[30:] == 0).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -165,6 +229,7 @@ def test_a_remembered_launch_is_what_a_first_one_would_be(monkeypatch, form, out
     for seen in (theirs, ours):
         for output in range(4, 8):  # each call writes to tensors of its own
             seen[output] = (*seen[output][:1], *seen[output][2:])
+        del seen[9]  # the counters
     assert ours == theirs
 
 

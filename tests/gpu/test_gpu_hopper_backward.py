@@ -1,6 +1,6 @@
 """The ways that the hopper backward has for dQ, and what it leaves out.
 
-Which way a call takes depends on the lengths of the keys and on how many items there are (launch_backward.plan); the tests of
+Which way a call takes depends on its form and the lengths of the keys (launch_backward.way_of_dq, is_paired); the tests of
 test_gpu_hopper.py are too small for some of them.
 """
 
@@ -15,14 +15,14 @@ from helpers import assert_neighbours_untouched, check, make_case, poison_sequen
 
 import gdpa
 from gdpa.backends.hopper import launch_backward
-from gdpa.backends.hopper.launch_backward import ADD, MIXED, NONE, STORE, TILE
+from gdpa.backends.hopper.launch_backward import NONE, RELAY, SHARED, STORE
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the hopper backend needs a Hopper GPU"
 )
 
 BASE: dict[str, Any] = {"heads": 4, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
-MANY = 150  # sequences: enough items to be dealt out whole
+MANY = 150  # sequences: enough to be paired
 
 
 def lengths(longest: int, count: int = MANY, seed: int = 0) -> tuple[int, ...]:
@@ -32,63 +32,70 @@ def lengths(longest: int, count: int = MANY, seed: int = 0) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def plans(monkeypatch):
-    """The plans of the launches of a test."""
-    made: list[launch_backward.Plan] = []
-    plan = launch_backward.plan
+def ways(monkeypatch):
+    """(way of dQ, whether paired) of the launches of a test."""
+    taken: list[tuple[int, bool]] = []
+    launch = launch_backward._launch
 
-    def noted(*arguments):
-        made.append(plan(*arguments))
-        return made[-1]
+    def noted(problem, tensors, *rest):
+        paired = launch_backward.is_paired(problem, launch_backward.multiprocessors(tensors[0].device))
+        taken.append((launch_backward.way_of_dq(problem, rest[-1][0]), paired))
+        launch(problem, tensors, *rest)
 
-    monkeypatch.setattr(launch_backward, "plan", noted)
-    return made
+    monkeypatch.setattr(launch_backward, "_launch", noted)
+    return taken
 
 
 @pytest.mark.parametrize(
     ("form", "q_length", "k_length", "expected"),
     [
-        ("dense", 200, 100, (STORE, TILE)),
-        ("dense", 200, 128, (STORE, TILE)),
-        ("dense", 70, 129, (MIXED, 256)),
-        ("dense", 130, 256, (MIXED, 256)),
-        ("dense", 65, 257, (ADD, TILE)),
-        ("dense-key", 0, 128, (STORE, TILE)),
-        ("dense-key", 0, 200, (MIXED, 256)),
-        ("dense-key", 0, 700, (ADD, TILE)),
-        ("packed", 0, 256, (MIXED, TILE)),
-        ("packed", 0, 900, (MIXED, TILE)),
-        ("packed", 0, 4000, (MIXED, TILE)),
-        ("shared-query", 33, 700, (ADD, TILE)),
+        ("dense", 200, 100, (STORE, False)),
+        ("dense", 200, 128, (STORE, False)),
+        ("dense", 70, 129, (RELAY, True)),
+        ("dense", 130, 256, (RELAY, True)),
+        ("dense", 300, 256, (RELAY, False)),
+        ("dense", 65, 257, (RELAY, False)),  # fewer steps than tiles
+        ("dense", 1, 2000, (RELAY, False)),
+        ("dense", 600, 5000, (RELAY, False)),  # more tiles and heads than programs
+        ("dense-key", 0, 128, (STORE, False)),
+        ("dense-key", 0, 200, (RELAY, False)),
+        ("dense-key", 0, 700, (RELAY, False)),
+        ("packed", 0, 256, (RELAY, False)),
+        ("packed", 0, 900, (RELAY, False)),
+        ("packed", 0, 9000, (RELAY, False)),
+        ("shared-query", 33, 700, (SHARED, False)),
     ],
 )
-def test_every_way_of_dq(plans, form, q_length, k_length, expected):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "one order"])
+def test_every_way_of_dq(ways, form, q_length, k_length, expected, deterministic):
     packed_k = form in ("packed", "shared-query")
+    count = MANY if k_length < 4000 else 8
     case = make_case(
         form,
         **BASE,
-        q_lengths=(q_length,) * MANY if q_length else lengths(300, seed=1),
-        k_lengths=lengths(k_length) if packed_k else (k_length,) * MANY,
+        q_lengths=(q_length,) * count if q_length else lengths(300, count, seed=1),
+        k_lengths=lengths(k_length, count) if packed_k else (k_length,) * count,
         activation="silu",
+        deterministic=deterministic,
     )
     check(case, "hopper")
-    assert set(plans) == {launch_backward.Plan(*expected)}
+    assert set(ways) == {expected}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_items_of_several_tiles(plans, head_dim, dtype, kv_heads):
+def test_pairs(ways, head_dim, dtype, kv_heads):
     options = {**BASE, "head_dim": head_dim, "dtype": dtype, "kv_heads": kv_heads}
     count = 4 * MANY // kv_heads
-    check(make_case("dense-key", **options, q_lengths=lengths(200, count, 1), k_lengths=(200,) * count, tail=(7, 0)), "hopper")
-    assert plans[0] == (MIXED, 256)
+    check(make_case("dense", **options, q_lengths=(64,) * count, k_lengths=(200,) * count), "hopper")
+    assert ways[0] == (RELAY, True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_sequences_of_one_tile_and_of_several(plans, head_dim, dtype, kv_heads):
+def test_sequences_of_one_tile_and_of_several(ways, head_dim, dtype, kv_heads):
     options = {**BASE, "head_dim": head_dim, "dtype": dtype, "kv_heads": kv_heads}
     count = 4 * MANY // kv_heads
     check(
@@ -97,24 +104,24 @@ def test_sequences_of_one_tile_and_of_several(plans, head_dim, dtype, kv_heads):
         ),
         "hopper",
     )
-    assert plans[0] == (MIXED, TILE)
+    assert ways[0] == (RELAY, False)
 
 
 @pytest.mark.parametrize("needs", [(q, k, v) for q in (0, 1) for k in (0, 1) for v in (0, 1) if q or k or v])
 @pytest.mark.parametrize("keys", [100, 200, 600])
-def test_gradients_nobody_asked_for_are_left_out(plans, needs, keys):
+def test_gradients_nobody_asked_for_are_left_out(ways, needs, keys):
     case = make_case("dense", **BASE, q_lengths=(130,) * MANY, k_lengths=(keys,) * MANY)
     whole = run(case, "hopper")
-    plans.clear()
+    ways.clear()
     inputs = [x.detach().clone().requires_grad_(bool(need)) for x, need in zip(case.inputs[:3], needs, strict=True)]
     case.call(*inputs, "hopper").backward(case.d_out)
     for x, need, right in zip(inputs, needs, whole[1:], strict=True):
         assert (x.grad is not None) == bool(need)
         if need:
             assert (x.grad - right).norm() <= 0.01 * right.norm()
-    assert len(plans) == (1 if needs[1] or needs[2] else 0)
-    if plans and not needs[0]:
-        assert plans[0].dq == NONE
+    assert len(ways) == (1 if needs[1] or needs[2] else 0)
+    if ways and not needs[0]:
+        assert ways[0][0] == NONE
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
@@ -127,7 +134,8 @@ def test_one_sequence_never_reaches_another(poison):
 
 
 @pytest.mark.parametrize(
-    ("form", "longest"), [("dense", 128), ("dense", 256), ("dense", 1000), ("packed", 700), ("packed", 2000), ("shared-query", 700)]
+    ("form", "longest"),
+    [("dense", 128), ("dense", 256), ("dense", 1000), ("packed", 700), ("packed", 2000), ("packed", 6000), ("shared-query", 700)],
 )
 def test_deterministic_results_are_bitwise_equal(form, longest):
     packed_k = form in ("packed", "shared-query")
@@ -139,12 +147,17 @@ def test_deterministic_results_are_bitwise_equal(form, longest):
         deterministic=True,
     )
     first = check(case, "hopper")
-    for _ in range(100):
+    for _ in range(1000):
         assert all(torch.equal(x, y) for x, y in zip(run(case, "hopper"), first, strict=True))
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_torchs_flag_is_followed(plans, flag):
+def test_torchs_flag_is_followed(monkeypatch, flag):
+    asked = []
+    launch = launch_backward._launch
+    monkeypatch.setattr(
+        launch_backward, "_launch", lambda problem, *rest: (asked.append(problem.deterministic), launch(problem, *rest))
+    )
     case = make_case(**BASE, q_lengths=lengths(300, seed=1), k_lengths=lengths(700), deterministic=None)
     q, k, v = (x.detach().requires_grad_() for x in case.inputs[:3])
     torch.use_deterministic_algorithms(flag)
@@ -152,15 +165,27 @@ def test_torchs_flag_is_followed(plans, flag):
         case.call(q, k, v, "hopper").backward(case.d_out)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [plan.dq for plan in plans] == [NONE if flag else MIXED]
+    assert asked == [flag]
 
 
-def test_a_deterministic_dq_does_not_depend_on_the_number_of_multiprocessors(monkeypatch):
-    case = make_case("dense", **BASE, q_lengths=(200,) * MANY, k_lengths=(250,) * MANY, deterministic=True)
+@pytest.mark.parametrize(
+    ("form", "keys"), [("dense", 250), ("dense", 1000), ("packed", 700), ("packed", 6000), ("shared-query", 700)]
+)
+def test_deterministic_results_do_not_depend_on_the_number_of_multiprocessors(monkeypatch, form, keys):
+    count = 150 if keys < 4000 else 8
+    k_lengths = (keys,) * count if form == "dense" else lengths(keys, count)
+    case = make_case(form, **BASE, q_lengths=(200,) * count, k_lengths=k_lengths, deterministic=True)
     all_of_them = run(case, "hopper")
-    monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: 7)
-    seven = run(case, "hopper")
-    assert all(torch.equal(x, y) for x, y in zip(all_of_them, seven, strict=True))
+    monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: 114)
+    fewer = run(case, "hopper")
+    assert all(torch.equal(x, y) for x, y in zip(all_of_them, fewer, strict=True))
+
+
+@pytest.mark.parametrize("programs", [1, 3, 20])
+def test_few_programs(monkeypatch, programs):
+    """Sequences whose tiles do not all run at once."""
+    monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: programs)
+    check(make_case(**BASE, q_lengths=lengths(300, 20, seed=1), k_lengths=lengths(700, 20)), "hopper")
 
 
 def test_short_training_follows_the_reference():

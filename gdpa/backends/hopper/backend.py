@@ -1,7 +1,7 @@
 """Kernels for NVIDIA Hopper (sm_90): warp-specialised, fed by its copy engine.
 
-The backward kernel computes the three gradients at once. dQ alone, and a deterministic dQ where several programs would add to it in
-any order, come from the portable kernel, which sums over the keys in one program.
+The backward kernel computes the three gradients at once. dQ alone comes from the portable kernel, which sums over the keys in one
+program.
 
 Importing this module needs no Triton: `supports` says so where it is missing.
 """
@@ -77,13 +77,6 @@ def backward(
     from gdpa.backends.triton import launch as portable
 
     arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
-    needs_dq, needs_dk, needs_dv = needs
-    apart = needs_dq and (not (needs_dk or needs_dv) or (problem.deterministic and not launch_backward.is_deterministic(problem)))
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    if needs_dk or needs_dv:
-        dq, dk, dv = launch_backward.backward(*arguments, (needs_dq and not apart, needs_dk, needs_dv))
-    if apart:
-        dq, _, _ = portable.backward(*arguments, (True, False, False))
-    return dq, dk, dv
+    if needs[1] or needs[2]:
+        return launch_backward.backward(*arguments, needs)
+    return portable.backward(*arguments, needs)

@@ -31,12 +31,24 @@ When step i opens a tile, dV of the tile before is on its way out through the me
 dK leaves when both consumers are done with dQ(i - 1), through the memory of K, which has two slots. The first step of a program
 completes a tile that never was: its rows lie past the end of everything, so that nothing is written.
 
-What becomes of dQ is decided for each tile. Programs take items from the list: ITEM keys of a sequence, tile after tile.
+dQ of a step sums over the tiles of its sequence, which different programs hold at about the same time. They pass it on through an fp32
+copy of dQ, the relay:
 
-    ADD      added to an fp32 copy of dQ, which began as zeros: other programs add to it as well
-    STORE    stored in dQ: the tile holds all keys of its sequence
-    FIRST    stored in the fp32 copy: the first tile of an item that holds all keys of its sequence; those between ADD
-    LAST     the fp32 copy comes back, is added and the sum stored in dQ
+    FIRST    stores its part in the copy
+    ADD      the copy engine adds to it
+    LAST     the copy comes back, is added, and the sum stored in dQ
+    ALONE    the tile holds all keys of its sequence: stored in dQ
+
+so that nothing is zeroed before or rounded after. A counter for each step of a query head says how many tiles have been there: ADD
+waits for one, or, where results must be the same every time, for all before it; LAST waits for all others. Tiles begin at different
+steps and go around: tile t of T at step t * steps / T, so each finds that the one before it was there a while ago. A tile then waits for
+tiles behind it in the list as well, whose programs must be running: the launch is cooperative, and no program has two tiles of such a
+sequence, whose tiles and heads are at most as many as there are programs (`rotating`). Longer sequences do not turn: all their tiles
+begin at step 0 and wait for those before them in the list.
+
+Dense sequences of two tiles and few queries are PAIRED: one program takes both tiles, one after the other, and waits for itself alone.
+
+Shared queries have one dQ for all sequences. There each program adds to a sum of its own.
 
 The fp32 copy has its columns in another order (`place`), which lets warps write it to shared memory without bank conflicts:
 columns 8a + 2b + c, c = 0, 1, which one thread holds, lie at 8a + 4c + b.
@@ -50,6 +62,7 @@ columns 8a + 2b + c, c = 0, 1, which one thread holds, lie at 8a + 4c + b.
     DS + 2 * (i % 2) + c     consumer c, dS(i) in shared memory               the other one, for dQ(i)
     DQ_FULL + consumer       the consumer                                     the reducer
     dq_empty + consumer      the reducer, the copy has left                   the consumer, to hand the next one over
+    counters                 the reducer, a step's dQ is written              the reducers of other programs (in global memory)
     values_free + consumer   the consumer, dV has left                        the producer, to load the next tile's values
     keys_free                both consumers, dK has left                      the producer, to load the keys of the tile after the next
     met                      both consumers, dQ of the tile before done       both, to write dK where its keys were
@@ -64,12 +77,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from gdpa.backends.hopper.compat import add_async, load_async, partition_barrier, reinterpret, store_async, store_wait
-from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned, stores_done
+from gdpa.backends.hopper.pipeline import (
+    RAGGED,
+    arrive,
+    await_count,
+    count_up,
+    join,
+    look_at,
+    new_barriers,
+    new_buffers,
+    pinned,
+    see_what_was_counted,
+    stores_done,
+)
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a consumer
 TILE: gl.constexpr = gl.constexpr(128)  # keys of a tile
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a step
-RECORD: gl.constexpr = gl.constexpr(8)  # numbers of an item's record (schedule.records)
+RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
 
 # Named barriers. Triton takes the lowest ones for its own partitions.
 EMPTY: gl.constexpr = gl.constexpr(6)
@@ -81,20 +106,80 @@ ALL: gl.constexpr = gl.constexpr(288)
 PAIR: gl.constexpr = gl.constexpr(160)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
 
-# What becomes of the dQ of a tile, and for the whole kernel: one of these for every tile, none of it (nobody asked for dQ), or MIXED.
-ADD: gl.constexpr = gl.constexpr(0)
-FIRST: gl.constexpr = gl.constexpr(1)
-LAST: gl.constexpr = gl.constexpr(2)
-STORE: gl.constexpr = gl.constexpr(3)
-MIXED: gl.constexpr = gl.constexpr(4)
-NONE: gl.constexpr = gl.constexpr(5)
+# The way of dQ.
+NONE: gl.constexpr = gl.constexpr(0)  # nobody asked for it
+STORE: gl.constexpr = gl.constexpr(1)  # every tile is ALONE
+RELAY: gl.constexpr = gl.constexpr(2)
+SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
+
+
+# What the producer tells the consumers of a tile, in shared memory. It looks it up while they are at the tile before; a record comes from
+# L2, several hundred cycles away, and they have no registers to spare for what they need at a tile's end alone.
+STEPS: gl.constexpr = gl.constexpr(0)
+LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 if ALONE
+KEY_END: gl.constexpr = gl.constexpr(2)  # the sequence's end among all keys,
+KEY_ROW: gl.constexpr = gl.constexpr(3)  # the tile's first key, as a row of a ragged descriptor,
+HEAD: gl.constexpr = gl.constexpr(4)  # and its head
+FACTOR: gl.constexpr = gl.constexpr(5)  # of dK and dQ; a float's bits, as the next two
+DV_FACTOR: gl.constexpr = gl.constexpr(6)
+INSIDE: gl.constexpr = gl.constexpr(7)  # of f', where the range of dS wants it
+QUERIES: gl.constexpr = gl.constexpr(8)
+START: gl.constexpr = gl.constexpr(9)  # the tile's first step
+NOTHING: gl.constexpr = gl.constexpr(10)  # 0, which the compiler does not know
+FIELDS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
-def find_item(item, records_ptr, q_rows, k_rows, k_items, KV_HEADS: gl.constexpr, ITEM: gl.constexpr, HAS_LIST: gl.constexpr):
-    """(key head, sequence, its first key, its keys, first of the item's among them, its first query, its queries)."""
-    head = item % KV_HEADS
-    entry = item // KV_HEADS
+def read(note, FIELD: gl.constexpr):
+    """One number of a note in shared memory: every thread reads it."""
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    numbers = note.load(layout)
+    return gl.sum(gl.where(gl.arange(0, FIELDS, layout) == FIELD, numbers, 0), 0)
+
+
+@gluon.jit
+def read_float(note, FIELD: gl.constexpr):
+    return read(note, FIELD).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def write_note(
+    note, steps, last_from, k_end, k_row, head, factor, dv_factor, inside, q_length, start, WARPS: gl.constexpr
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    field = gl.arange(0, FIELDS, layout)
+    numbers = gl.where(field == STEPS, steps, 0)
+    numbers = gl.where(field == LAST_FROM, last_from, numbers)
+    numbers = gl.where(field == KEY_END, k_end, numbers)
+    numbers = gl.where(field == KEY_ROW, k_row, numbers)
+    numbers = gl.where(field == HEAD, head, numbers)
+    numbers = gl.where(field == FACTOR, factor.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == DV_FACTOR, dv_factor.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == INSIDE, inside.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == QUERIES, q_length, numbers)
+    numbers = gl.where(field == START, start, numbers)
+    note.store(numbers)
+
+
+@gluon.jit
+def tile_count(tiles, PAIRED: gl.constexpr):
+    """Of this program."""
+    if PAIRED:
+        return 2 * gl.cdiv(tiles // 2 - gl.program_id(0), gl.num_programs(0))
+    else:
+        return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def find_tile(taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr):
+    """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
+    its queries, its tiles)."""
+    number = taken // 2 if PAIRED else taken
+    number = gl.program_id(0) + number * gl.num_programs(0)
+    head = number % KV_HEADS
+    entry = number // KV_HEADS
+    if PAIRED:
+        entry = entry * 2 + taken % 2
     if HAS_LIST:
         record = records_ptr + (entry + 1) * RECORD
         k_start = gl.load(record)
@@ -103,20 +188,16 @@ def find_item(item, records_ptr, q_rows, k_rows, k_items, KV_HEADS: gl.constexpr
         q_start = gl.load(record + 3)
         q_length = gl.load(record + 4)
         sequence = gl.load(record + 5)
+        count = gl.load(record + 6)
     else:
-        sequence = entry // k_items
-        row = (entry % k_items) * ITEM
+        sequence = entry // k_tiles
+        row = (entry % k_tiles) * TILE
         k_start = sequence * k_rows
         k_length = k_rows
         q_start = sequence * q_rows
         q_length = q_rows
-    return head, sequence, k_start, k_length, row, q_start, q_length
-
-
-@gluon.jit
-def tile_count(k_length, row, ITEM: gl.constexpr):
-    """Tiles of an item whose first key is `row`."""
-    return gl.minimum(gl.cdiv(k_length - row, TILE), ITEM // TILE)
+        count = k_tiles
+    return head, sequence, k_start, k_length, row, q_start, q_length, count
 
 
 @gluon.jit
@@ -126,102 +207,185 @@ def block_count(q_length):
 
 
 @gluon.jit
-def find_fate(number, count, k_length, ITEM: gl.constexpr, DQ: gl.constexpr):
-    """What becomes of dQ of tile `number` of `count`."""
-    if DQ == MIXED:
-        fate = gl.where(number == 0, FIRST, gl.where(number == count - 1, LAST, ADD))
-        fate = gl.where(count == 1, STORE, fate)
-        return gl.where(k_length <= ITEM, fate, ADD)
-    return number * 0 + DQ
+def find_relay(row, q_length, count, steps, rotating, KV_HEADS: gl.constexpr, DQ: gl.constexpr):
+    """(the tile's first step, until when it is FIRST, from when on it is LAST), counted in steps since its first one."""
+    if DQ != RELAY:
+        return steps * 0, steps, steps * 0
+    number = row // TILE
+    rotates = count * KV_HEADS <= rotating
+    # Without queries there is nothing to pass on, and a step of nothing to store: ALONE.
+    count = gl.where(q_length > 0, count, 1)
+    number = gl.where(q_length > 0, number, 0)
+    turning = gl.where(rotates, number, 0)
+    tiles = gl.where(rotates, count, 1)
+    start = first_step(turning, tiles, steps)
+    first_until = gl.where(turning == tiles - 1, steps, first_step(turning + 1, tiles, steps)) - start
+    before = gl.where(turning == 0, first_step(tiles - 1, tiles, steps) - steps, first_step(turning - 1, tiles, steps))
+    last_from = steps - (start - before)
+    if not rotates:
+        first_until = gl.where(number == 0, steps, 0)
+        last_from = gl.where(number == count - 1, 0, steps)
+    return start, first_until, last_from
 
 
 @gluon.jit
-def producer(
-    q_desc, k_desc, v_desc, d_out_desc, queries, d_out, keys, values, values_free, keys_free, records_ptr, items, q_rows, k_rows, k_items,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
-    ITEM: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr,
+def first_step(number, count, steps):
+    """number * steps // count, without the large product."""
+    return number * (steps // count) + number * (steps % count) // count
+
+
+@gluon.jit
+def turned(step, start, steps):
+    """The step of the sequence that is the tile's own `step`."""
+    here = step + start
+    return gl.where(here >= steps, here - steps, here)
+
+
+@gluon.jit
+def split(step, blocks, GROUP: gl.constexpr):
+    """(query head of the group, block of its queries) of a sequence's step."""
+    if GROUP == 1:
+        return step * 0, step
+    else:
+        return step // blocks, step % blocks
+
+
+@gluon.jit
+def key_producer(
+    k_desc, v_desc, keys, values, notes, values_free, keys_free,
+    records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, scale, out_scale,
+    factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
+    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    for taken in range(tile_count(tiles, PAIRED)):
+        head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
+        )
+        steps = block_count(q_length) * GROUP
+        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        last_from = gl.where((first_until == steps) & (last_from == 0), -1, last_from)  # ALONE
+        k_row = RAGGED - k_length + row
+        c, d = 1.0, 1.0
+        if FOLD:
+            c, d = factors(scale, head * GROUP)
+        inside = out_scale
+        if SCALE_PER_SEQUENCE:
+            inside *= gl.load(out_scale_ptr + sequence, mask=q_length > 0, other=1.0)
+        factor = scale * d
+        if not SCALE_INSIDE:
+            factor *= inside
+        slot = taken & 1
+        if taken > 0:
+            mbarrier.wait(keys_free, (taken - 1) & 1)
+        write_note(
+            notes.index(slot), steps, last_from, k_start + k_length, k_row, head, factor, inside * c, inside, q_length, start, 1
+        )  # fmt: skip
+        partition_barrier()  # before one thread announces it, with the keys
+        keys.expect(slot)
+        load_async(k_desc, [RAGGED, k_start + k_length, k_row, head * STRIDE_K], keys.full.index(slot), keys.memory.index(slot))
+        for which in gl.static_range(2):
+            mbarrier.wait(values_free.index(which), taken & 1)
+            values.expect(which)
+            load_async(
+                v_desc,
+                [RAGGED, k_start + k_length, k_row + which * KEYS, head * STRIDE_V],
+                values.full.index(which),
+                values.memory.index(which),
+            )
+
+
+@gluon.jit
+def query_producer(
+    q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_DO: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     index = 0  # of the step in the stream
-    taken = 0  # tiles
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, sequence, k_start, k_length, first_row, q_start, q_length = find_item(
-            item, records_ptr, q_rows, k_rows, k_items, KV_HEADS, ITEM, HAS_LIST
+    for taken in range(tile_count(tiles, PAIRED)):
+        head, sequence, _, _, row, q_start, q_length, count = find_tile(
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
         )
         d_start = q_start
         if Q_SHARED:
             q_start = 0
             d_start = sequence * q_rows
         blocks = block_count(q_length)
-        for number in range(tile_count(k_length, first_row, ITEM)):
-            k_row = RAGGED - k_length + first_row + number * TILE
-            slot = taken & 1
-            if taken > 0:
-                mbarrier.wait(keys_free, (taken - 1) & 1)
-            keys.expect(slot)
-            load_async(k_desc, [RAGGED, k_start + k_length, k_row, head * STRIDE_K], keys.full.index(slot), keys.memory.index(slot))
-            for step in range(blocks * GROUP):
-                q_head = head * GROUP + step // blocks
-                q_row = RAGGED - q_length + (step % blocks) * ROWS
-                stage = index & 1
-                if index > 0:
-                    join(EMPTY + stage, ALL)
-                queries.expect(stage)
-                load_async(
-                    q_desc,
-                    [RAGGED, q_start + q_length, q_row, q_head * STRIDE_Q],
-                    queries.full.index(stage),
-                    queries.memory.index(stage),
-                )
-                d_out.expect(stage)
-                load_async(
-                    d_out_desc,
-                    [RAGGED, d_start + q_length, q_row, q_head * STRIDE_DO],
-                    d_out.full.index(stage),
-                    d_out.memory.index(stage),
-                )
-                if step == 0:
-                    for which in gl.static_range(2):
-                        mbarrier.wait(values_free.index(which), taken & 1)
-                        values.expect(which)
-                        load_async(
-                            v_desc,
-                            [RAGGED, k_start + k_length, k_row + which * KEYS, head * STRIDE_V],
-                            values.full.index(which),
-                            values.memory.index(which),
-                        )
-                index += 1
-            taken += 1
+        steps = blocks * GROUP
+        start, _, _ = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        for step in range(steps):
+            in_group, block = split(turned(step, start, steps), blocks, GROUP)
+            q_head = head * GROUP + in_group
+            q_row = RAGGED - q_length + block * ROWS
+            stage = index & 1
+            if index > 0:
+                join(EMPTY + stage, ALL)
+            queries.expect(stage)
+            load_async(
+                q_desc,
+                [RAGGED, q_start + q_length, q_row, q_head * STRIDE_Q],
+                queries.full.index(stage),
+                queries.memory.index(stage),
+            )
+            d_out.expect(stage)
+            load_async(
+                d_out_desc,
+                [RAGGED, d_start + q_length, q_row, q_head * STRIDE_DO],
+                d_out.full.index(stage),
+                d_out.memory.index(stage),
+            )
+            index += 1
 
 
 @gluon.jit
 def reducer(
-    dq_desc, copy_desc, partial, dq_empty, records_ptr, items, q_rows, k_rows, k_items,
+    dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
-    ITEM: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     if DQ == NONE:
-        items = 0
-    if gl.program_id(0) < items:
+        tiles = 0
+    if WHO == 0 and tile_count(tiles, PAIRED) > 0:
         for which in gl.static_range(2):
             mbarrier.arrive(dq_empty.index(which), count=1)
             join(DQ_FULL + which, PAIR)  # of the tile that never was
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, _, _, k_length, first_row, q_start, q_length = find_item(
-            item, records_ptr, q_rows, k_rows, k_items, KV_HEADS, ITEM, HAS_LIST
+    index = 0  # of the tile's first step in the stream
+    for taken in range(tile_count(tiles, PAIRED)):
+        head, sequence, _, _, row, q_start, q_length, count = find_tile(
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
         )
+        # Sequences cover as many 64s of rows as they have, and one more where one begins.
+        first_counter = q_start // ROWS + sequence
         if Q_SHARED:
-            q_start = gl.program_id(0) * q_rows  # a sum for each program, over its tiles
+            q_start = gl.program_id(0) * q_rows
         blocks = block_count(q_length)
-        count = tile_count(k_length, first_row, ITEM)
-        for number in range(count):
-            fate = find_fate(number, count, k_length, ITEM, DQ)
-            if DQ == MIXED:
-                stores_done()  # what the tile before wrote is added to, or read
-            for step in range(blocks * GROUP):
-                column = (head * GROUP + step // blocks) * STRIDE_DQ
-                q_row = RAGGED - q_length + (step % blocks) * ROWS
-                if DQ == MIXED and fate == LAST:
+        steps = blocks * GROUP
+        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        for step in range((index + WHO) & 1, steps, 2):
+            here = turned(step, start, steps)
+            in_group, block = split(here, blocks, GROUP)
+            q_head = head * GROUP + in_group
+            column = q_head * STRIDE_DQ
+            q_row = RAGGED - q_length + block * ROWS
+            is_first = step < first_until
+            is_last = step >= last_from
+            comes_back = is_last & (first_until < steps)
+            counter = counters_ptr + (first_counter + block) * (KV_HEADS * GROUP) + q_head
+            seen = 0
+            if DQ == RELAY:
+                seen = look_at(counter)
+            if index + step > 0:  # the other reducer's copies have left the staging memory
+                mbarrier.wait(dq_left.index(1 - WHO), ((index + step - 1) >> 1) & 1)
+            if DQ == RELAY:
+                if not comes_back:
+                    for which in gl.static_range(2):
+                        mbarrier.arrive(dq_empty.index(which), count=1)
+                needed = find_rank(row, count, here, steps, rotating, KV_HEADS) if ORDERED else 1
+                needed = gl.where(is_first, 0, gl.where(is_last, count - 1, needed))
+                if (seen < needed) & (first_until < steps):
+                    await_count(counter, needed)
+                if comes_back:
+                    see_what_was_counted()
                     for which in gl.static_range(2):
                         mbarrier.expect(partial.full.index(which), ROWS * (D // 2) * 4)
                         load_async(
@@ -230,24 +394,43 @@ def reducer(
                             partial.full.index(which),
                             partial.memory.index(which),
                         )
+                        mbarrier.arrive(dq_empty.index(which), count=1)
+            else:
                 for which in gl.static_range(2):
                     mbarrier.arrive(dq_empty.index(which), count=1)
-                for which in gl.static_range(2):
-                    join(DQ_FULL + which, PAIR)
-                    where = [RAGGED, q_start + q_length, q_row, column + which * (D // 2)]
-                    memory = partial.memory.index(which)
-                    if DQ == ADD:
-                        add_async(copy_desc, where, memory)
-                    elif DQ == STORE:
+            for which in gl.static_range(2):
+                join(DQ_FULL + which, PAIR)
+                where = [RAGGED, q_start + q_length, q_row, column + which * (D // 2)]
+                memory = partial.memory.index(which)
+                if DQ == SHARED:
+                    add_async(copy_desc, where, memory)
+                elif DQ == STORE:
+                    store_async(dq_desc, where, rounded_view(memory, dq_desc))
+                else:
+                    if is_last:
                         store_async(dq_desc, where, rounded_view(memory, dq_desc))
+                    elif is_first:
+                        store_async(copy_desc, where, memory)
                     else:
-                        if fate == ADD:
-                            add_async(copy_desc, where, memory)
-                        elif fate == FIRST:
-                            store_async(copy_desc, where, memory)
-                        else:
-                            store_async(dq_desc, where, rounded_view(memory, dq_desc))
-                store_wait(0)
+                        see_what_was_counted()
+                        add_async(copy_desc, where, memory)
+            if DQ == SHARED and ORDERED:
+                stores_done()  # one addition after the other
+            store_wait(0)
+            mbarrier.arrive(dq_left.index(WHO), count=1)
+            if DQ == RELAY and not is_last:
+                stores_done()
+                count_up(counter)
+        index += steps
+
+
+@gluon.jit
+def find_rank(row, count, here, steps, rotating, KV_HEADS: gl.constexpr):
+    """How many tiles are at a step of the sequence before this one."""
+    number = row // TILE
+    first = (((here + 1).to(gl.int64) * count - 1) // steps).to(gl.int32)  # the tile that begins there, or did so last
+    rank = gl.where(first >= number, first - number, first - number + count)
+    return gl.where(count * KV_HEADS <= rotating, rank, number)
 
 
 @gluon.jit
@@ -271,7 +454,9 @@ def unplace(x, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(dq, factor, dq_desc, partial, hidden, dq_empty, phase, fate, returned, DQ: gl.constexpr, WHICH: gl.constexpr):
+def hand_over(
+    dq, factor, dq_desc, partial, hidden, dq_empty, phase, is_last, last_from, returned, DQ: gl.constexpr, WHICH: gl.constexpr
+):
     """Lay this consumer's columns of dQ out for the reducer. Returns how many tiles of the fp32 copy have come back, modulo 2."""
     mbarrier.wait(dq_empty.index(WHICH), phase)
     memory = partial.memory.index(WHICH + hidden)
@@ -279,15 +464,13 @@ def hand_over(dq, factor, dq_desc, partial, hidden, dq_empty, phase, fate, retur
     tile = memory.reshape([ROWS, COLUMNS])
     rounded = rounded_view(memory, dq_desc).reshape([ROWS, COLUMNS])
     dq = dq * factor
-    if DQ == ADD:
+    if DQ == SHARED:
         tile.store(place(dq, ROWS, COLUMNS))
     elif DQ == STORE:
         rounded.store(dq.to(dq_desc.dtype))
     else:
-        if fate <= FIRST:
-            tile.store(place(dq, ROWS, COLUMNS))
-        else:
-            if fate == LAST:
+        if is_last:
+            if last_from >= 0:  # not ALONE
                 partial.wait_full(WHICH, returned)
                 returned ^= 1
                 placed = place(dq, ROWS, COLUMNS)
@@ -295,19 +478,22 @@ def hand_over(dq, factor, dq_desc, partial, hidden, dq_empty, phase, fate, retur
                 dq = gl.convert_layout(unplace(placed + came, ROWS, COLUMNS), dq.type.layout, assert_trivial=True)
                 partition_barrier()  # before others' values are written where these lay
             rounded.store(dq.to(dq_desc.dtype))
+        else:
+            tile.store(place(dq, ROWS, COLUMNS))
     fence_async_shared()
     arrive(DQ_FULL + WHICH, PAIR)
     return returned
 
 
 @gluon.jit
-def send(result, factor, empty, tile, memory, desc, end, row, column):
+def send(result, note, FACTOR_FIELD: gl.constexpr, tile, memory, desc, STRIDE: gl.constexpr, WHICH: gl.constexpr):
     """Round dK or dV and send it off: through shared memory, so that the copy engine writes whole rows and stops at the sequence's end."""
-    result = gl.where(empty, 0.0, result * factor)  # no queries: zeros, whatever the keys hold
+    # No queries: zeros, whatever the keys hold.
+    result = gl.where(read(note, QUERIES) == 0, 0.0, result * read_float(note, FACTOR_FIELD))
     tile.store(result.to(desc.dtype))
     fence_async_shared()
     partition_barrier()
-    store_async(desc, [RAGGED, end, row, column], memory)
+    store_async(desc, [RAGGED, read(note, KEY_END), read(note, KEY_ROW) + WHICH * KEYS, read(note, HEAD) * STRIDE], memory)
 
 
 @gluon.jit
@@ -318,12 +504,9 @@ def issue_scores(ds, dk, continued, keys, queries, old_queries, WITH_DK: gl.cons
     join(TURN + WHICH, CONSUMERS)
     s_token = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     if WITH_DK:
-        dk_token = warpgroup_mma(ds, old_queries, dk, use_acc=continued, is_async=True)
-        arrive(TURN + (1 - WHICH), CONSUMERS)
-        return warpgroup_mma_wait(1, deps=[s_token]), dk_token
-    else:
-        arrive(TURN + (1 - WHICH), CONSUMERS)
-        return warpgroup_mma_wait(0, deps=[s_token]), dk
+        dk = warpgroup_mma(ds, old_queries, dk, use_acc=continued, is_async=True)
+    arrive(TURN + (1 - WHICH), CONSUMERS)
+    return s_token, dk
 
 
 @gluon.jit
@@ -337,8 +520,14 @@ def issue_dq(ds_memory, keys, buffer, WHICH: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def activated(s, scale, head, keys_left, queries_left, activate: gl.constexpr, FOLD: gl.constexpr, MASK_TAIL: gl.constexpr):
+def activated(
+    s, scale, note, steps, step,
+    activate: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
     """f and f' of transposed scores, but for the factors that `activate` leaves out where it may."""
+    # Compiled in only where activations differ between heads, or need a mask.
+    in_group, block = split(turned(step, read(note, START), steps), steps // GROUP, GROUP)
+    head = read(note, HEAD) * GROUP + in_group
     if FOLD:
         y, slope = activate(s, scale, head)
     else:
@@ -346,6 +535,8 @@ def activated(s, scale, head, keys_left, queries_left, activate: gl.constexpr, F
     if MASK_TAIL:
         key = gl.arange(0, KEYS, gl.SliceLayout(1, s.type.layout))
         query = gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
+        keys_left = RAGGED - read(note, KEY_ROW) - WHICH * KEYS
+        queries_left = read(note, QUERIES) - block * ROWS
         inside = (key < keys_left)[:, None] & (query < queries_left)[None, :]
         y = gl.where(inside, y, 0.0)
         slope = gl.where(inside, slope, 0.0)
@@ -365,11 +556,10 @@ def give_ds(dp, slope, ds_memory, buffer, dtype: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, ds_memory, partial, dq_empty, values_free, keys_free, met,
-    records_ptr, out_scale_ptr, items, q_rows, k_rows, k_items, scale, out_scale,
-    activate: gl.constexpr, factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr, ITEM: gl.constexpr, HAS_LIST: gl.constexpr,
-    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
+    tiles, scale,
+    activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr,
+    D: gl.constexpr, PAIRED: gl.constexpr, SCALE_INSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
     DQ: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -385,70 +575,100 @@ def consumer(
     dv = gl.zeros([KEYS, D], gl.float32, o_layout)
     stage = 0  # of the stream's next step, and its phase; dS(i - 1) lies in buffer `stage ^ 1`
     phase = 0
-    taken = 0  # tiles
     returned = 0  # tiles of the fp32 copy, modulo 2
     continued = False  # whether dK of the step before adds to its tile's
-    last_end = 0  # where the tile before goes, and what is to be done to it: as yet nowhere
-    last_row = RAGGED
-    last_head = 0
-    last_factor = scale
-    last_fate = 0
-    last_empty = False
     if WHICH == 1:
         arrive(TURN, CONSUMERS)  # consumer 0 has the first turn
     if DQ != NONE:
         arrive(DS + 2 + WHICH, CONSUMERS)
-    never = (items < 0).to(gl.int32)
 
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, sequence, k_start, k_length, first_row, _, q_length = find_item(
-            item, records_ptr, q_rows, k_rows, k_items, KV_HEADS, ITEM, HAS_LIST
-        )
-        blocks = block_count(q_length)
-        steps = blocks * GROUP
-        tiles = tile_count(k_length, first_row, ITEM)
-        c, d = 1.0, 1.0
-        if FOLD:
-            c, d = factors(scale, head * GROUP)
-        inside = out_scale
-        if SCALE_PER_SEQUENCE:
-            inside *= gl.load(out_scale_ptr + sequence, mask=q_length > 0, other=1.0)
-        dv_factor = inside * c
-        factor = scale * d  # of dK and dQ
-        if not SCALE_INSIDE:
-            factor *= inside
-        for number in range(tiles):
-            row = first_row + number * TILE
-            fate = find_fate(number, tiles, k_length, ITEM, DQ)
-            keys_left = k_length - row - WHICH * KEYS
-            slot = taken & 1
+    mine = tile_count(tiles, PAIRED)
+    for taken in range(mine):
+        slot = taken & 1
+        note = notes.index(slot)
+        old_note = notes.index(slot ^ 1)  # of the tile before
 
-            # The first step, which ends the tile before.
-            keys.wait_full(slot, (taken >> 1) & 1)
+        # The first step, which ends the tile before.
+        keys.wait_full(slot, (taken >> 1) & 1)
+        queries.wait_full(stage, phase)
+        steps = read(note, STEPS)
+        my_keys = keys.tile(slot).slice(WHICH * KEYS, KEYS)
+        s_token, dk_token = issue_scores(ds, dk, continued, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH)
+        store_wait(0)  # dV of the tile before has left
+        mbarrier.arrive(values_free.index(WHICH), count=1)
+        s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
+        y, slope = activated(s, scale, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, WHICH)
+        p = gl.convert_layout(pinned(y).to(dtype), p_layout)
+        if SCALE_INSIDE:
+            slope = slope * read_float(note, INSIDE)
+        slope = pinned(slope)
+        if WITH_DK:
+            dk = warpgroup_mma_wait(0, deps=[dk_token])
+        arrive(EMPTY + (stage ^ 1), ALL)
+        d_out.wait_full(stage, phase)
+        join(TURN + WHICH, CONSUMERS)
+        if DQ != NONE:
+            dq_token = issue_dq(ds_memory, keys.tile(slot ^ 1), stage ^ 1, WHICH, D)
+        if WITH_DV:
+            dv = warpgroup_mma(p, d_out.tile(stage), dv, use_acc=False, is_async=True)
+        if DQ != NONE:
+            dq = warpgroup_mma_wait(1 if WITH_DV else 0, deps=[dq_token])
+            mbarrier.arrive(met, count=1)
+            last_from = read(old_note, LAST_FROM)
+            is_last = read(old_note, STEPS) > last_from
+            returned = hand_over(
+                dq, read_float(old_note, FACTOR), dq_desc, partial, 0, dq_empty, stage, is_last, last_from, returned, DQ, WHICH
+            )
+        values.wait_full(WHICH, taken & 1)
+        dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        arrive(TURN + (1 - WHICH), CONSUMERS)
+        if WITH_DV:
+            dp, dv = warpgroup_mma_wait(0, deps=[dp_token, dv])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp_token])
+        ds = give_ds(dp, slope, ds_memory, stage, dtype, p_layout, DQ, WHICH)
+        if DQ != NONE:
+            mbarrier.wait(met, taken & 1)
+        if WITH_DK:
+            old_tile = keys.tile(slot ^ 1).slice(WHICH * KEYS, KEYS)
+            old = keys.memory.index(slot ^ 1).slice(WHICH * KEYS, KEYS, dim=2)
+            send(dk, old_note, FACTOR, old_tile, old, dk_desc, STRIDE_DK, WHICH)
+        phase ^= stage
+        stage ^= 1
+
+        current = slot
+        factor = read_float(note, FACTOR)
+        last_from = read(note, LAST_FROM)
+        never = read(note, NOTHING)
+        for step in range(1, steps):
+            # Written so that the addresses of keys and staging memory are not the same in every step for the compiler: it would keep
+            # them all ready, sixteen registers, and reload them from local memory, which lies in L2, before the first product.
+            current ^= never
             queries.wait_full(stage, phase)
-            my_keys = keys.tile(slot).slice(WHICH * KEYS, KEYS)
-            s, dk_token = issue_scores(ds, dk, continued, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH)
-            y, slope = activated(s, scale, head * GROUP, keys_left, q_length, activate, FOLD, MASK_TAIL)
+            my_keys = keys.tile(current).slice(WHICH * KEYS, KEYS)
+            s_token, dk_token = issue_scores(
+                ds, dk, step > 1, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH
+            )
+            s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
+            y, slope = activated(s, scale, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, WHICH)
             p = gl.convert_layout(pinned(y).to(dtype), p_layout)
             if SCALE_INSIDE:
-                slope = slope * inside
+                slope = slope * read_float(note, INSIDE)
             slope = pinned(slope)
             if WITH_DK:
                 dk = warpgroup_mma_wait(0, deps=[dk_token])
             arrive(EMPTY + (stage ^ 1), ALL)
-            store_wait(0)  # dV of the tile before has left
-            mbarrier.arrive(values_free.index(WHICH), count=1)
             d_out.wait_full(stage, phase)
             join(TURN + WHICH, CONSUMERS)
             if DQ != NONE:
-                dq_token = issue_dq(ds_memory, keys.tile(slot ^ 1), stage ^ 1, WHICH, D)
+                dq_token = issue_dq(ds_memory, keys.tile(current), stage ^ 1, WHICH, D)
             if WITH_DV:
-                dv = warpgroup_mma(p, d_out.tile(stage), dv, use_acc=False, is_async=True)
+                dv = warpgroup_mma(p, d_out.tile(stage), dv, is_async=True)
             if DQ != NONE:
                 dq = warpgroup_mma_wait(1 if WITH_DV else 0, deps=[dq_token])
-                mbarrier.arrive(met, count=1)
-                returned = hand_over(dq, last_factor, dq_desc, partial, 0, dq_empty, stage, last_fate, returned, DQ, WHICH)
-            values.wait_full(WHICH, taken & 1)
+                returned = hand_over(
+                    dq, factor, dq_desc, partial, current ^ slot, dq_empty, stage, step > last_from, last_from, returned, DQ, WHICH
+                )
             dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             arrive(TURN + (1 - WHICH), CONSUMERS)
             if WITH_DV:
@@ -456,68 +676,20 @@ def consumer(
             else:
                 dp = warpgroup_mma_wait(0, deps=[dp_token])
             ds = give_ds(dp, slope, ds_memory, stage, dtype, p_layout, DQ, WHICH)
-            if DQ != NONE:
-                mbarrier.wait(met, taken & 1)
-            if WITH_DK:
-                old_tile = keys.tile(slot ^ 1).slice(WHICH * KEYS, KEYS)
-                old = keys.memory.index(slot ^ 1).slice(WHICH * KEYS, KEYS, dim=2)
-                send(dk, last_factor, last_empty, old_tile, old, dk_desc, last_end, last_row, last_head * STRIDE_DK)
+            if step == 1:
+                store_wait(0)  # dK of the tile before has left
+                mbarrier.arrive(keys_free, count=1)
             phase ^= stage
             stage ^= 1
-
-            current = slot
-            for step in range(1, steps):
-                # Written so that the addresses of keys and staging memory are not the same in every step for the compiler: it would keep
-                # them all ready, sixteen registers, and reload them from local memory, which lies in L2, before the first product.
-                current ^= never
-                q_head = head * GROUP + step // blocks
-                queries.wait_full(stage, phase)
-                my_keys = keys.tile(current).slice(WHICH * KEYS, KEYS)
-                s, dk_token = issue_scores(ds, dk, step > 1, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH)
-                y, slope = activated(s, scale, q_head, keys_left, q_length - (step % blocks) * ROWS, activate, FOLD, MASK_TAIL)
-                p = gl.convert_layout(pinned(y).to(dtype), p_layout)
-                if SCALE_INSIDE:
-                    slope = slope * inside
-                slope = pinned(slope)
-                if WITH_DK:
-                    dk = warpgroup_mma_wait(0, deps=[dk_token])
-                arrive(EMPTY + (stage ^ 1), ALL)
-                d_out.wait_full(stage, phase)
-                join(TURN + WHICH, CONSUMERS)
-                if DQ != NONE:
-                    dq_token = issue_dq(ds_memory, keys.tile(current), stage ^ 1, WHICH, D)
-                if WITH_DV:
-                    dv = warpgroup_mma(p, d_out.tile(stage), dv, is_async=True)
-                if DQ != NONE:
-                    dq = warpgroup_mma_wait(1 if WITH_DV else 0, deps=[dq_token])
-                    returned = hand_over(dq, factor, dq_desc, partial, current ^ slot, dq_empty, stage, fate, returned, DQ, WHICH)
-                dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                arrive(TURN + (1 - WHICH), CONSUMERS)
-                if WITH_DV:
-                    dp, dv = warpgroup_mma_wait(0, deps=[dp_token, dv])
-                else:
-                    dp = warpgroup_mma_wait(0, deps=[dp_token])
-                ds = give_ds(dp, slope, ds_memory, stage, dtype, p_layout, DQ, WHICH)
-                if step == 1:
-                    store_wait(0)  # dK of the tile before has left
-                    mbarrier.arrive(keys_free, count=1)
-                phase ^= stage
-                stage ^= 1
-            if steps == 1:
-                store_wait(0)
-                mbarrier.arrive(keys_free, count=1)
-            last_end = k_start + k_length
-            last_row = RAGGED - k_length + row + WHICH * KEYS
-            last_empty = q_length == 0
-            if WITH_DV:
-                send(dv, dv_factor, last_empty, v, my_values, dv_desc, last_end, last_row, head * STRIDE_DV)
-            last_head = head
-            last_factor = factor
-            last_fate = fate
-            continued = steps > 1
-            taken += 1
-    if taken > 0:
-        slot = (taken - 1) & 1
+        if steps == 1:
+            store_wait(0)
+            mbarrier.arrive(keys_free, count=1)
+        if WITH_DV:
+            send(dv, note, DV_FACTOR, v, my_values, dv_desc, STRIDE_DV, WHICH)
+        continued = steps > 1
+    if mine > 0:
+        slot = (mine - 1) & 1
+        note = notes.index(slot)
         if WITH_DK:
             dk_token = warpgroup_mma(ds, queries.tile(stage ^ 1), dk, use_acc=continued, is_async=True)
             dk = warpgroup_mma_wait(0, deps=[dk_token])
@@ -525,24 +697,39 @@ def consumer(
             dq_token = issue_dq(ds_memory, keys.tile(slot), stage ^ 1, WHICH, D)
             dq = warpgroup_mma_wait(0, deps=[dq_token])
             mbarrier.arrive(met, count=1)
-            hand_over(dq, last_factor, dq_desc, partial, 0, dq_empty, stage, last_fate, returned, DQ, WHICH)
-            mbarrier.wait(met, taken & 1)
+            last_from = read(note, LAST_FROM)
+            is_last = read(note, STEPS) > last_from
+            hand_over(dq, read_float(note, FACTOR), dq_desc, partial, 0, dq_empty, stage, is_last, last_from, returned, DQ, WHICH)
+            mbarrier.wait(met, mine & 1)
         if WITH_DK:
             old_tile = keys.tile(slot).slice(WHICH * KEYS, KEYS)
             old = keys.memory.index(slot).slice(WHICH * KEYS, KEYS, dim=2)
-            send(dk, last_factor, last_empty, old_tile, old, dk_desc, last_end, last_row, last_head * STRIDE_DK)
+            send(dk, note, FACTOR, old_tile, old, dk_desc, STRIDE_DK, WHICH)
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["records_ptr", "out_scale_ptr", "items", "q_rows", "k_rows", "k_items", "scale", "out_scale"])
+@gluon.jit(
+    do_not_specialize=[
+        "records_ptr",
+        "counters_ptr",
+        "out_scale_ptr",
+        "tiles",
+        "q_rows",
+        "k_rows",
+        "k_tiles",
+        "rotating",
+        "scale",
+        "out_scale",
+    ]
+)
 def backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, dq_desc, copy_desc, dk_desc, dv_desc,
-    records_ptr, out_scale_ptr, items, q_rows, k_rows, k_items, scale, out_scale,
+    records_ptr, counters_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, scale, out_scale,
     activate: gl.constexpr, factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
-    STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr, ITEM: gl.constexpr,
-    HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr,
-    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr,
+    STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr,
+    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -552,15 +739,19 @@ def backward_kernel(
     copy_layout: gl.constexpr = copy_desc.layout
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROWS], dtype)
     if HAS_LIST:
-        items = gl.load(records_ptr) * KV_HEADS
+        tiles = gl.load(records_ptr) * KV_HEADS
     keys = new_buffers(dtype, 2, TILE, D, k_layout)
     values = new_buffers(dtype, 2, KEYS, D, v_layout)  # one a consumer
     queries = new_buffers(dtype, 2, ROWS, D, q_layout)
     d_out = new_buffers(dtype, 2, ROWS, D, d_out_layout)
     ds_memory = gl.allocate_shared_memory(dtype, [2, TILE, ROWS], ds_layout)
     partial = new_buffers(gl.float32, 2, ROWS, D // 2, copy_layout)  # dQ on its way, one a consumer
+    notes = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # The tile that never was: nothing of it is written.
+    write_note(notes.index(1), 0, 0, 0, RAGGED, 0, scale, scale, scale, 0, 0, 4)
     values_free = new_barriers(2)
     dq_empty = new_barriers(2)
+    dq_left = new_barriers(2)
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_free, count=2)
@@ -568,25 +759,31 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                records_ptr, out_scale_ptr, items, q_rows, k_rows, k_items, scale, out_scale, activate, factors, FOLD, KV_HEADS, GROUP,
-                STRIDE_DK, STRIDE_DV, D, ITEM, HAS_LIST, SCALE_PER_SEQUENCE, SCALE_INSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 0,
+                dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_INSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 0,
             )),
             (consumer, (
-                dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                records_ptr, out_scale_ptr, items, q_rows, k_rows, k_items, scale, out_scale, activate, factors, FOLD, KV_HEADS, GROUP,
-                STRIDE_DK, STRIDE_DV, D, ITEM, HAS_LIST, SCALE_PER_SEQUENCE, SCALE_INSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 1,
+                dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_INSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 1,
             )),
-            (producer, (
-                q_desc, k_desc, v_desc, d_out_desc, queries, d_out, keys, values, values_free, keys_free,
-                records_ptr, items, q_rows, k_rows, k_items,
-                KV_HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, STRIDE_DO, ITEM, HAS_LIST, Q_SHARED,
+            (query_producer, (
+                q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, Q_SHARED, DQ,
+            )),
+            (key_producer, (
+                k_desc, v_desc, keys, values, notes, values_free, keys_free,
+                records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, scale, out_scale, factors, FOLD,
+                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_INSIDE, DQ,
             )),
             (reducer, (
-                dq_desc, copy_desc, partial, dq_empty, records_ptr, items, q_rows, k_rows, k_items,
-                KV_HEADS, GROUP, STRIDE_DQ, D, ITEM, HAS_LIST, Q_SHARED, DQ,
+                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, 0,
+            )),
+            (reducer, (
+                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, 1,
             )),
         ],
-        [4, 1, 1],
-        [240, 24, 24],  # registers of a thread: 2 x 128 x 240 + 128 x 24 of 65,536
+        [4, 1, 1, 1, 1],
+        [232, 40, 40, 40, 40],  # registers of a thread: 256 x 232 + 128 x 40 of 65,536
     )  # fmt: skip

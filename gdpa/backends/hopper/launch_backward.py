@@ -1,8 +1,8 @@
-"""From a Problem and its tensors to a launch of the backward kernel, and of the small ones around it."""
+"""From a Problem and its tensors to a launch of the backward kernel."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,44 +19,34 @@ from gdpa.tracing import device_functions
 
 TILE = 128  # keys of a tile, as the kernel has them
 STEP_ROWS = 64  # queries of a step
-# The most keys of dense sequences that one program takes tile after tile, so that dQ needs no zeros and no rounding afterwards. With
-# more, its queries and its sums leave L2 between two tiles: 512 keys so took 3.99 ms on an H200, where additions left 2.87 for the kernel.
-# Jagged keys gain nothing from it (lengths to 512: 1.69 ms against 1.70; median 120: 1.40 against 1.24): there only the sequences of a
-# single tile are spared the copy.
-LONGEST_ITEM = 256
-# Fewer items for each multiprocessor than this leave some of them idle for long; then tiles are dealt out one by one.
-LEAST_ITEMS = 4
+# Programs whose tiles may wait for one another where results must not depend on the device: every Hopper GPU has 114 multiprocessors
+# or more. Elsewhere all of the device's do.
+FEWEST_MULTIPROCESSORS = 112
 
-ADD, STORE, MIXED, NONE = (int(x.value) for x in (kernels.ADD, kernels.STORE, kernels.MIXED, kernels.NONE))
+NONE, STORE, RELAY, SHARED = (int(x.value) for x in (kernels.NONE, kernels.STORE, kernels.RELAY, kernels.SHARED))
 
 
-class Plan(NamedTuple):
-    """What becomes of dQ, and how many keys make an item."""
-
-    dq: int
-    item: int
-
-    def whole(self, problem: Problem) -> bool:
-        """Whether every sequence is one item, for all the host knows."""
-        return self.dq == STORE or (self.dq == MIXED and problem.key_side != "packed")
-
-
-def plan(problem: Problem, needs_dq: bool, multiprocessor_count: int) -> Plan:
+def way_of_dq(problem: Problem, needs_dq: bool) -> int:
     if not needs_dq:
-        return Plan(NONE, TILE)
+        return NONE
     if problem.query_side == "shared":
-        return Plan(ADD, TILE)
-    if problem.key_side == "packed":
-        return Plan(MIXED, TILE)
-    if problem.key_rows <= TILE:
-        return Plan(STORE, TILE)
-    few = problem.batch * problem.kv_heads < LEAST_ITEMS * multiprocessor_count and not problem.deterministic
-    return Plan(MIXED, LONGEST_ITEM) if problem.key_rows <= LONGEST_ITEM and not few else Plan(ADD, TILE)
+        return SHARED
+    # Packed sequences of a single tile find out on the device.
+    return STORE if problem.key_side != "packed" and problem.key_rows <= TILE else RELAY
 
 
-def is_deterministic(problem: Problem) -> bool:
-    """Whether dQ comes out bitwise the same every time: one program sums up all of it, in order."""
-    return problem.query_side != "shared" and problem.key_side != "packed" and problem.key_rows <= LONGEST_ITEM
+# Two tiles of short sequences pass dQ on after two steps or three, too soon for programs that are not quite in step: 256 keys and
+# queries took 1.16 ms on an H200, where everything else left 0.9. The queries of a pair are few enough for what it reads twice to stay in
+# L2, and the pairs many enough to keep all programs busy.
+MOST_PAIRED_QUERIES = 256
+LEAST_PAIRS = 4  # for each multiprocessor
+
+
+def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
+    """Whether one program takes both tiles of a sequence."""
+    dense = problem.key_side != "packed" and problem.query_side == "dense"
+    many = problem.batch * problem.kv_heads >= LEAST_PAIRS * multiprocessor_count
+    return dense and many and TILE < problem.key_rows <= 2 * TILE and problem.query_rows * problem.group <= MOST_PAIRED_QUERIES
 
 
 _MOST_RECIPES = 4096
@@ -85,48 +75,27 @@ def backward(
         return dq, dk if needs_dk else None, dv if needs_dv else None
     with on_device(q):
         tensors = tuple(readable(x) for x in (q, k, v, d_out))
-        chosen = plan(problem, needs_dq, multiprocessors(q.device))
-        copy = _copy(problem, chosen, q, cu_seqlens_q, cu_seqlens_k)
+        copy = _copy(problem, needs_dq, q)
         # A descriptor of something that is not written still needs an address.
         outputs = (dk if dq is None else dq, copy, dk, dv)
-        _launch(problem, chosen, tensors, outputs, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
-        if dq is not None:
-            dq = _finished(problem, chosen, dq, copy, cu_seqlens_q, cu_seqlens_k)
+        _launch(problem, tensors, outputs, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
+        if dq is not None and problem.query_side == "shared":
+            dq = partial.sum_programs(copy, dq.dtype)
+        elif dq is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+            partial.zero_unattended(dq, cu_seqlens_q, cu_seqlens_k, problem.batch, problem.query_rows, problem.key_rows)
     return dq, dk if needs_dk else None, dv if needs_dv else None
 
 
-def _copy(problem: Problem, chosen: Plan, q: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-    """The fp32 copy of dQ, with zeros where they are needed."""
-    if chosen.dq in (NONE, STORE):
-        return q.new_empty((1, problem.heads, problem.head_dim), dtype=torch.float32)
-    if problem.query_side == "shared":
-        return q.new_zeros((_programs(problem, chosen, q.device), *q.shape), dtype=torch.float32)
-    if chosen.dq == ADD:
-        return q.new_zeros(q.shape, dtype=torch.float32)
-    copy = q.new_empty(q.shape, dtype=torch.float32)
-    if not chosen.whole(problem):
-        partial.prepare(copy, cu_seqlens_q, cu_seqlens_k, problem.batch, problem.query_rows, problem.key_rows, chosen.item)
-    return copy
-
-
-def _finished(
-    problem: Problem, chosen: Plan, dq: Tensor, copy: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> Tensor:
-    if problem.query_side == "shared":
-        return partial.sum_programs(copy, dq.dtype)
-    if chosen.dq == ADD:
-        partial.round_all(dq, copy)
-    elif not chosen.whole(problem):
-        rows = problem.query_rows, problem.key_rows
-        partial.finish(dq, copy, cu_seqlens_q, cu_seqlens_k, problem.batch, *rows, chosen.item)
-    elif cu_seqlens_q is not None:
-        partial.zero_uncovered(dq, cu_seqlens_q)
-    return dq
+def _copy(problem: Problem, needs_dq: bool, q: Tensor) -> Tensor:
+    """The fp32 copy of dQ that the tiles of a sequence pass on; of shared queries, the programs' sums."""
+    way = way_of_dq(problem, needs_dq)
+    if way == SHARED:
+        return q.new_zeros((_programs(problem, q.device), *q.shape), dtype=torch.float32)
+    return q.new_empty(q.shape if way == RELAY else (1, *q.shape[-2:]), dtype=torch.float32)
 
 
 def _launch(
     problem: Problem,
-    chosen: Plan,
     tensors: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
     cu_seqlens_q: Tensor | None,
@@ -135,6 +104,7 @@ def _launch(
     needs: tuple[bool, bool, bool],
 ) -> None:
     q, k = tensors[:2]
+    way = way_of_dq(problem, needs[0])
     key = (
         q.device,
         q.dtype,
@@ -145,17 +115,19 @@ def _launch(
         k.shape[-2:],
         *(x.stride()[-3:] for x in tensors),
         out_scale is None,
-        chosen,
+        way,
+        is_paired(problem, multiprocessors(q.device)),
+        problem.deterministic,
         needs,
     )
-    pointers = _pointers(problem, chosen, q, cu_seqlens_q, cu_seqlens_k, out_scale)
-    numbers = _numbers(problem, chosen)
-    programs = _programs(problem, chosen, q.device)
+    pointers = _pointers(problem, way, q, cu_seqlens_q, cu_seqlens_k, out_scale)
+    numbers = _numbers(problem, multiprocessors(q.device))
+    programs = _programs(problem, q.device)
     recipe = _recipes.get(key)
     if recipe is None or not in_place(*tensors):
-        constants = _constants(problem, chosen, tensors, outputs, out_scale, needs)
+        constants = _constants(problem, tensors, outputs, out_scale, needs, multiprocessors(q.device))
         descriptors = _descriptors(tensors, outputs)
-        kernel = backward_kernel[(programs,)](*descriptors, *pointers, *numbers, **constants, **OPTIONS)
+        kernel = backward_kernel[(programs,)](*descriptors, *pointers, *numbers, **constants, **_options(way))
         if len(_recipes) >= _MOST_RECIPES:
             _recipes.clear()
         _recipes[key] = Recipe(kernel, tuple(constants.values()), tuple(ragged_geometry(x) for x in (*tensors, *outputs)))
@@ -179,34 +151,47 @@ def _descriptors(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> li
     ]
 
 
+def _options(way: int) -> dict[str, Any]:
+    """Programs that wait for one another must all be running."""
+    return {**OPTIONS, "launch_cooperative_grid": way == RELAY}
+
+
 def _pointers(
-    problem: Problem, chosen: Plan, q: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The items' records and the scales of the sequences; q stands for what is not read."""
-    records = q
+    problem: Problem, way: int, q: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles' records, the counters of the relay and the scales of the sequences; q stands for what is not read."""
+    records, counters = q, q
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        records = schedule.records(cu_seqlens_k, cu_seqlens_q, problem.batch, problem.key_rows, problem.query_rows, chosen.item)
-    return records, q if out_scale is None else out_scale.float().contiguous()
+        records = schedule.records(cu_seqlens_k, cu_seqlens_q, problem.batch, problem.key_rows, problem.query_rows, TILE)
+    if way == RELAY:
+        rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
+        counters = q.new_zeros((rows // STEP_ROWS + problem.batch + 2) * problem.heads, dtype=torch.int32)
+    return records, counters, q if out_scale is None else out_scale.float().contiguous()
 
 
-def _numbers(problem: Problem, chosen: Plan) -> tuple[int | float, ...]:
-    """The kernel's run-time numbers; the first is the most items there can be."""
-    items = schedule.tile_bound(problem.key_side == "packed", problem.batch, problem.key_rows, chosen.item) * problem.kv_heads
-    k_items = -(-problem.key_rows // chosen.item)
-    return items, problem.query_rows, problem.key_rows, k_items, problem.scale, problem.out_scale
+def _numbers(problem: Problem, multiprocessor_count: int) -> tuple[int | float, ...]:
+    """The kernel's run-time numbers; the first is the most tiles there can be."""
+    tiles = schedule.tile_bound(problem.key_side == "packed", problem.batch, problem.key_rows, TILE) * problem.kv_heads
+    rotating = min(multiprocessor_count, FEWEST_MULTIPROCESSORS) if problem.deterministic else multiprocessor_count
+    if is_paired(problem, multiprocessor_count):
+        rotating = 0
+    return tiles, problem.query_rows, problem.key_rows, -(-problem.key_rows // TILE), rotating, problem.scale, problem.out_scale
 
 
-def _programs(problem: Problem, chosen: Plan, device: torch.device) -> int:
-    return min(int(_numbers(problem, chosen)[0]), multiprocessors(device))
+def _programs(problem: Problem, device: torch.device) -> int:
+    tiles, *_, rotating, _, _ = _numbers(problem, multiprocessors(device))
+    # As many sums of shared queries on every device, if their order counts.
+    most = rotating if problem.query_side == "shared" else multiprocessors(device)
+    return min(int(tiles), int(most))
 
 
 def _constants(
     problem: Problem,
-    chosen: Plan,
     tensors: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
     out_scale: Tensor | None,
     needs: tuple[bool, bool, bool],
+    multiprocessor_count: int,
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     q, k, v, d_out = tensors
@@ -229,14 +214,15 @@ def _constants(
         "STRIDE_DK": dk.stride(-2),
         "STRIDE_DV": dv.stride(-2),
         "D": problem.head_dim,
-        "ITEM": chosen.item,
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
+        "PAIRED": is_paired(problem, multiprocessor_count),
         "Q_SHARED": problem.query_side == "shared",
         "SCALE_PER_SEQUENCE": out_scale is not None,
         # float16 may not have the range for dS without it.
         "SCALE_INSIDE": not fast,
         "MASK_TAIL": not all(Activation.from_key(key).tail_safe for key in problem.activations),
-        "DQ": chosen.dq,
+        "DQ": way_of_dq(problem, needs[0]),
+        "ORDERED": problem.deterministic,
         "WITH_DK": needs[1],
         "WITH_DV": needs[2],
     }
@@ -251,18 +237,19 @@ def compile_backward(
     kv_heads: int = 4,
     rows: int = 256,
     needs: tuple[bool, bool, bool] = (True, True, True),
+    deterministic: bool = False,
 ) -> Any:
     """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence."""
     q, k, v, cu_q, cu_k = example(form, 1024, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
-    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
+    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), deterministic)
     d_out = q.new_empty(problem.output_shape)
-    chosen = plan(problem, needs[0], 132)
+    way = way_of_dq(problem, needs[0])
     copy = q.new_empty(q.shape, dtype=torch.float32)
     tensors, outputs = (q, k, v, d_out), (torch.empty_like(q), copy, torch.empty_like(k), torch.empty_like(v))
-    arguments = (*_descriptors(tensors, outputs), *_pointers(problem, chosen, q, cu_q, cu_k, None), *_numbers(problem, chosen))
-    constants = _constants(problem, chosen, tensors, outputs, None, needs)
+    arguments = (*_descriptors(tensors, outputs), *_pointers(problem, way, q, cu_q, cu_k, None), *_numbers(problem, 132))
+    constants = _constants(problem, tensors, outputs, None, needs, 132)
     with target_architecture(90):
-        return backward_kernel.warmup(*arguments, **constants, **OPTIONS, grid=(1,))
+        return backward_kernel.warmup(*arguments, **constants, **_options(way), grid=(1,))
 
 
 def precompile(activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, kv_heads: int = 4) -> list[str]:

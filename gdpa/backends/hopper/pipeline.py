@@ -51,8 +51,72 @@ def divide(x, NEVER: gl.constexpr):
 
 @gluon.jit
 def stores_done():
-    """Wait until what the calling warp sent to global memory is written; `store_wait` only waits until it has left shared memory."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0 $1", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    """Wait until what the calling warp's copies wrote is there for the whole device. Their own wait is not enough: without the fence a
+    counter that is raised afterwards is seen before what they wrote. It takes about a microsecond."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def count_up(counter):
+    """Add one to a counter in global memory, by one thread of the calling warp, once all of them came so far."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        bar.warp.sync 0xffffffff;
+        @first red.relaxed.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l",
+        [counter.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def look_at(counter):
+    """The value of a counter in global memory."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_count(counter, count):
+    """Wait until a counter in global memory has come to `count`."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred short;
+        .reg .b32 seen;
+        again:
+        ld.acquire.gpu.global.u32 seen, [$1];
+        setp.lt.s32 short, seen, $2;
+        @short bra again;
+        mov.b32 $0, seen;
+        }
+        """,
+        "=r,l,r",
+        [counter.to(gl.int64), count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def see_what_was_counted():
+    """Copies that begin after this see what was written before the counts that the calling warp has seen. They read and add in L2, where
+    the counters are as well."""
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
