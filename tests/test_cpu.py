@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdpa
 from gdpa import numerics
-from gdpa.backends import cpu, cpu_plan, cpu_short, cpu_tensors
+from gdpa.backends import cpu, cpu_plan, cpu_short, cpu_tensors, cpu_whole
 from gdpa.backends.cpu_kernels import FUSED, kernel_of
 from gdpa.problem import describe, window_mask
 
@@ -25,6 +25,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that ordinary test sizes need many of them, and chunks of one or two key heads."""
+    monkeypatch.setattr(cpu_whole, "MOST_SCORES", 0)
     monkeypatch.setattr(cpu_plan, "TILE_ROWS", 32)
     monkeypatch.setattr(cpu_plan, "TILE_KEYS", 24)
     monkeypatch.setattr(cpu_plan, "MASKED_TILE_KEYS", 16)
@@ -44,6 +45,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_threads(monkeypatch: pytest.MonkeyPatch):
     """Two workers, whatever the work."""
     monkeypatch.setattr(cpu_plan, "LEAST_SCORES_FOR_WORKERS", 0)
+    monkeypatch.setattr(cpu_plan, "LEAST_SCORES_IN_ALL", 0)
     monkeypatch.setattr(cpu_plan, "UNEVEN", float("inf"))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -104,9 +106,15 @@ def test_results_computed_in_place_match_the_oracle(form: str, lengths: tuple[in
         check(case, "cpu")
 
 
+@pytest.mark.parametrize("path", ["whole", "tiles"])
 @pytest.mark.parametrize("layout", ["heads first", "strided", "rows apart", "expanded"])
 @pytest.mark.usefixtures("in_place")
-def test_any_strides_of_fp32_inputs_give_the_results_of_contiguous_ones(layout: str) -> None:
+def test_any_strides_of_fp32_inputs_give_the_results_of_contiguous_ones(
+    layout: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_whole, "LEAST_SCORES_IF_EQUAL", 0)
+    if path == "tiles":
+        monkeypatch.setattr(cpu_whole, "MOST_SCORES", 0)
     case = make_case("dense", q_lengths=(70,) * 4, k_lengths=(70,) * 4, heads=3, head_dim=16, dtype=torch.float32, seed=21)
 
     def laid_out(x: Tensor) -> Tensor:
@@ -243,11 +251,12 @@ def test_strided_inputs_give_the_same_bits_and_contiguous_results() -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("lengths", [(20, 20, 20), (40, 20, 33)], ids=["merged", "apart"])
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_poisoned_sequence_leaves_its_neighbours_bitwise_alone(
-    lengths: tuple[int, ...], poison: float, dtype: torch.dtype
+    lengths: tuple[int, ...], poison: float, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    case = make_case(q_lengths=lengths, heads=4, kv_heads=2, dtype=dtype, tail=(5, 5), seed=8)
+    case = make_case(q_lengths=lengths, heads=4, kv_heads=kv_heads, dtype=dtype, tail=(5, 5), seed=8)
     clean = run(case, "cpu")
     first, last = lengths[0], lengths[0] + lengths[1]
     poisoned = [x.clone() for x in case.inputs[:3]]
@@ -377,6 +386,20 @@ def test_workers_give_the_bits_of_one_thread(form: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_workers_on_whole_sequences_give_the_bits_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_whole, "MOST_SCORES", 2 * 65 * 65)
+    case = make_case(q_lengths=(40, 65, 3, 17), k_lengths=(65, 2, 65, 40), heads=8, seed=26)
+    calls, submitted = spy(monkeypatch, cpu_whole, "_Call"), spy(monkeypatch, cpu_plan, "_workers")
+    shared = check(case, "cpu")
+    assert len(calls) == 2
+    assert submitted, "no worker ran"
+    torch.set_num_threads(1)
+    for a, b in zip(run(case, "cpu"), shared, strict=True):
+        assert a is not None
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_workers_serve_inference_mode_and_leave_new_threads_their_number() -> None:
     case = make_case(q_lengths=(40, 65, 3), heads=4, seed=15)
     right = case.call(*case.inputs[:3], "cpu")
@@ -396,7 +419,7 @@ def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 
     case = make_case(q_lengths=(40, 65, 3), heads=4, seed=16)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "_product", fails)
+        patch.setattr(cpu_whole, "product", fails)
         with pytest.raises(MemoryError, match="no room for the tile"):
             case.call(*case.inputs[:3], "cpu")
     check(case, "cpu")
@@ -552,10 +575,79 @@ def test_short_sequences_that_are_all_empty_on_one_side_give_zeros(form: str, em
         ({"causal": True}, False),
         ({"activation": ["gelu", "relu"]}, False),
         ({"q_lengths": (5,) * 7}, False),
+        ({"q_lengths": (5,) * 12}, False),
         ({"q_lengths": (5,) * 12 + (200,)}, False),
     ],
-    ids=["short", "float64", "causal", "two-activations", "few", "one-long"],
+    ids=["short", "float64", "causal", "two-activations", "few", "equal", "one-long"],
 )
 def test_only_batches_of_many_short_sequences_are_padded(options: dict[str, Any], taken: bool) -> None:
     case = make_case(**{"q_lengths": SHORT[0], **options})
     assert cpu_short.takes(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k) is taken
+
+
+WHOLE = pytest.mark.parametrize(
+    ("q_lengths", "k_lengths"),
+    [((40, 3, 0, 65, 17), (33, 40, 5, 0, 64)), ((33, 7), (0, 0)), ((0,), (9,)), ((70, 2), (70, 2))],
+    ids=["jagged", "no keys", "no queries", "self"],
+)
+
+
+@DTYPES
+@WHOLE
+@pytest.mark.parametrize("most_scores", [1 << 20, 64 * 65, 1], ids=["all heads", "some heads", "one head"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "scratch"])
+def test_whole_score_matrices_match_the_oracle(
+    q_lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...],
+    most_scores: int,
+    in_place: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many heads a product takes; results in the caller's memory or not; empty sequences; rows of no sequence."""
+    calls = spy(monkeypatch, cpu_whole, "_Call")
+    monkeypatch.setattr(cpu_whole, "takes", lambda *arguments: True)
+    monkeypatch.setattr(cpu_whole, "MOST_SCORES", most_scores)
+    monkeypatch.setattr(cpu_whole, "LEAST_NUMBERS_IN_PLACE", 0 if in_place else 1 << 30)
+    for form in ("packed", "dense", "dense-key"):
+        case = make_case(
+            form,
+            q_lengths=q_lengths,
+            k_lengths=k_lengths,
+            heads=3,
+            head_dim=24,
+            value_dim=40,
+            dtype=dtype,
+            activation="sigmoid",
+            out_scale="per-sequence",
+            tail=(3, 2),
+            seed=25,
+        )
+        check(case, "cpu")
+    assert len(calls) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, True),
+        ({"form": "dense-key"}, True),
+        ({"dtype": torch.bfloat16}, True),
+        ({"form": "shared-query"}, False),
+        ({"causal": True}, False),
+        ({"heads": 4, "kv_heads": 2}, False),
+        ({"activation": ["gelu", "relu"]}, False),
+        ({"q_lengths": (4000, 5), "k_lengths": (300, 7)}, False),
+        ({"q_lengths": (130, 130), "k_lengths": (130, 130), "heads": 4}, True),
+        ({"q_lengths": (130, 130), "k_lengths": (130, 130), "heads": 4, "dtype": torch.bfloat16}, False),
+        ({"q_lengths": (100, 100), "k_lengths": (100, 100), "heads": 4}, False),
+        ({"q_lengths": (), "k_lengths": ()}, False),
+    ],
+    ids=[
+        *("jagged", "dense keys", "bf16", "shared queries", "causal", "groups", "two activations", "too long"),
+        *("equal", "equal bf16", "equal and short", "empty batch"),
+    ],
+)
+def test_which_batches_are_computed_sequence_by_sequence(options: dict[str, Any], taken: bool) -> None:
+    case = make_case(**{"q_lengths": (90, 5), "k_lengths": (80, 7), "heads": 2, "dtype": torch.float32, **options})
+    assert cpu_whole.takes(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k) is taken

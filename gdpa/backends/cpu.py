@@ -34,9 +34,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdpa.backends import cpu_short
+from gdpa.backends import cpu_short, cpu_whole
 from gdpa.backends.cpu_plan import Block, Chunk, KeyTile, Plan, QueryTile, wide
-from gdpa.backends.cpu_tensors import ALONE, Place, Rows, Workspace
+from gdpa.backends.cpu_tensors import ALONE, Place, Rows, Workspace, product
 from gdpa.problem import Problem
 
 # Shared queries' gradient is summed in so many parts of the batch, which workers take, and in so many numbers at the most.
@@ -105,6 +105,8 @@ def forward(
 ) -> Tensor:
     if cpu_short.takes(problem, cu_seqlens_q, cu_seqlens_k):
         return cpu_short.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+    if cpu_whole.takes(problem, cu_seqlens_q, cu_seqlens_k):
+        return cpu_whole.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
     result = torch.empty(problem.output_shape, dtype=q.dtype)
     call = _Call(problem, q, k, v, out_scale)
     out = call.of_queries(result)
@@ -132,11 +134,11 @@ def _forward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, out: Rows) -
         o = workspace.result("o", out, place)
         for step, keys in enumerate(key_tiles):
             s = workspace.take("s", (*q_wide.shape[:2], keys.size))
-            _product(s, q_wide, keys.of(k_wide).mT, scale)
+            product(s, q_wide, keys.of(k_wide).mT, scale)
             for kernel, s_part in zip(queries.kernels, queries.split(s), strict=True):
                 kernel.value(s_part)
             chunk.mask(s, queries, keys)
-            _product(o, s, keys.of(v_wide), factor, accumulate=step > 0)
+            product(o, s, keys.of(v_wide), factor, accumulate=step > 0)
         if factors is not None:
             _multiply(o, factors)
         workspace.store("o", out, place, o)
@@ -156,6 +158,8 @@ def backward(
     """Scores are recomputed tile by tile; what only serves a gradient that nobody needs is not computed."""
     if cpu_short.takes(problem, cu_seqlens_q, cu_seqlens_k):
         return cpu_short.backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
+    if cpu_whole.takes(problem, cu_seqlens_q, cu_seqlens_k):
+        return cpu_whole.backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
     results = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     dq, dk, dv = results
     if not any(needs):
@@ -239,7 +243,7 @@ def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gra
             s = workspace.take("s", (*q_wide.shape[:2], keys.size))
             p = workspace.take("p", s.shape)
             k_tile = keys.of(k_wide)
-            _product(s, q_wide, k_tile.mT, scale)
+            product(s, q_wide, k_tile.mT, scale)
             parts = list(zip(queries.kernels, queries.split(s), queries.split(p), strict=True))
             for kernel, s_part, p_part in parts:
                 kernel.prepare(s_part, None if dv is None else p_part, slope=v_wide is not None)
@@ -248,12 +252,12 @@ def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gra
                 dv_tiles.add(keys, p, do_wide, factor, queries)
             if v_wide is None:
                 continue
-            _product(p, do_wide, keys.of(v_wide).mT, factor)
+            product(p, do_wide, keys.of(v_wide).mT, factor)
             for kernel, s_part, p_part in parts:
                 kernel.multiply_by_slope(p_part, s_part)
             chunk.mask(p, queries, keys)
             if dq_wide is not None:
-                _product(dq_wide, p, k_tile, scale, accumulate=step > 0)
+                product(dq_wide, p, k_tile, scale, accumulate=step > 0)
             if dk is not None:
                 dk_tiles.add(keys, p, q_wide, scale, queries)
         if dq_wide is not None and grads.dq_sum is not None:
@@ -280,11 +284,11 @@ class _KeyGradient:
             place = _keys_at(self._rows, self._chunk, keys.start, keys.stop)
             result = self._results[keys] = self._workspace.result(f"{self._role}{keys.index}", self._rows, place)
         if not queries.head_by_head:
-            _product(result, scores.mT, x, factor, accumulate=more)
+            product(result, scores.mT, x, factor, accumulate=more)
             return
         for start in range(0, scores.shape[1], queries.size):
             head = slice(start, start + queries.size)
-            _product(result, scores[:, head].mT, x[:, head], factor, accumulate=more or start > 0)
+            product(result, scores[:, head].mT, x[:, head], factor, accumulate=more or start > 0)
 
     def finish(self) -> None:
         if self._rows is None:
@@ -295,11 +299,6 @@ class _KeyGradient:
                 self._workspace.store(f"{self._role}{keys.index}", self._rows, place, self._results[keys])
             else:
                 self._rows.at(place).zero_()
-
-
-def _product(result: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, *, accumulate: bool = False) -> None:
-    """result = factor * a @ b, or += when accumulating; otherwise its old contents, NaN included, are ignored."""
-    torch.baddbmm(result, a, b, beta=1 if accumulate else 0, alpha=factor, out=result)
 
 
 def _multiply(x: Tensor, factors: Tensor) -> None:

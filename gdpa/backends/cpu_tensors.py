@@ -92,6 +92,10 @@ class Workspace:
         self._scratch: dict[str, Scratch] = {}
         self._dtype = torch.float32
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
     def use(self, dtype: torch.dtype) -> None:
         if dtype != self._dtype:
             self._dtype = dtype
@@ -145,6 +149,11 @@ class Workspace:
         scratch = self._scratch.get(role)
         if scratch is not None and result is scratch.flat:
             rows.at(place).copy_(scratch.tile)
+
+
+def product(result: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, *, accumulate: bool = False) -> None:
+    """result = factor * a @ b, or += when accumulating; otherwise its old contents, NaN included, are ignored."""
+    torch.baddbmm(result, a, b, beta=1 if accumulate else 0, alpha=factor, out=result)
 
 
 class _Kept(threading.local):
