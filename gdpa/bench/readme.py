@@ -111,12 +111,12 @@ def ratio_table(data: Data) -> str:
         f"results/cpu-ratio*.json it took {min(eager):.1f} to {max(eager):.1f} s and the speed-up was {min(ratios):.1f} to "
         f"{max(ratios):.1f}.",
         "",
-        "| batch | dtype | activation | times as fast | its rounds | extra memory |",
-        "|---|---|---|---|---|---|",
+        "| batch | dtype | activation | times as fast (best rounds) | median of the rounds | their range | extra memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         memory = "-" if row["memory_fraction"] is None else f"{100 * row['memory_fraction']:.1f} %"
-        rounds = f"{row['speedup_lowest']:.2f} to {row['speedup_highest']:.2f}"
+        rounds = f"{row['speedup_median']:.2f} | {row['speedup_lowest']:.2f} to {row['speedup_highest']:.2f}"
         lines.append(f"| {row['batch']} | {row['dtype']} | {row['activation']} | {row['speedup']:.2f} | {rounds} | {memory} |")
     return "\n".join(lines)
 
