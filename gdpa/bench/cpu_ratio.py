@@ -10,9 +10,9 @@ Both sides do a forward and a backward for the gradients of q, k and v, on the s
 
 Padding, unpadding and making the mask are not timed. The two alternate round by round, at least 5 times and for up to 6
 seconds; a time is the best round's (what else the machine does only ever adds), a speed-up the ratio of the two. The rounds' own
-ratios have a median and a range: what the padded side's page faults and the operating system cost is in them. Extra memory (with the first activation) is the high-water mark of the resident set during one forward and
-backward in a fresh process, beyond what was resident before it and beyond the output and the gradients. A correctness gate
-runs first.
+ratios have a median and a range: what the padded side's page faults and the operating system cost is in them. Extra memory (with
+the first activation) is the high-water mark of the resident set during one forward and backward in a fresh process, beyond what
+was resident before it and beyond the output and the gradients. A correctness gate runs first.
 """
 
 from __future__ import annotations
