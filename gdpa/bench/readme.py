@@ -62,6 +62,50 @@ def gpu_table(name: str, data: Data) -> str:
     return "\n\n".join(parts)
 
 
+def overview(named: list[tuple[str, Data]]) -> str:
+    """The same in short, for README: both directions in a line, all activations of a backend in a cell, the best of the softmaxes."""
+    sources = [f"`{data['header']['command']}` ([{name}]({{root}}results/{name}))" for name, data in named]
+    columns: list[tuple[str, dict[str, str]]] = []
+    cases: dict[str, None] = {}
+    for _, data in named:
+        cases |= dict.fromkeys(row["case"] for row in data["rows"])
+        rows = [row for row in data["rows"] if row["ms"] is not None]
+        activations = ", ".join(dict.fromkeys(row["activation"] for row in rows))
+        for mode in dict.fromkeys(row["mode"] for row in rows):
+            mine = [row for row in rows if row["mode"] == mode]
+            for provider in ("gdpa-hopper", "gdpa-triton"):
+                cells: dict[str, list[Data]] = {}
+                for row in mine:
+                    if row["provider"] == provider:
+                        cells.setdefault(row["case"], []).append(row)
+                if cells:
+                    columns.append((f"{mode}: {provider} {activations}", {case: _shares(found) for case, found in cells.items()}))
+            best: dict[str, Data] = {}
+            for row in mine:
+                if row["provider"] in SOFTMAX and row["tflops"] > best.get(row["case"], {"tflops": 0.0})["tflops"]:
+                    best[row["case"]] = row
+            if best:
+                shown = {case: f"{_share(row)} {row['provider']}" for case, row in best.items()}
+                columns.append((f"{mode}: best softmax", shown))
+    return "\n".join(
+        [
+            f"{_where(named[0][1])}, TFLOP/s and in brackets the fraction of the hardware's floor "
+            f"([docs/benchmarking.md]({{docs}}benchmarking.md)): {', '.join(sources)}",
+            "",
+            "| case | " + " | ".join(head for head, _ in columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+            *(f"| {case} | " + " | ".join(cells.get(case, "-") for _, cells in columns) + " |" for case in cases),
+        ]
+    )
+
+
+def _shares(rows: list[Data]) -> str:
+    """Of one case and provider, the activations in a cell."""
+    rates = ", ".join(f"{row['tflops']:.0f}" for row in rows)
+    shares = [row["fraction_of_floor"] for row in rows]
+    return rates + ("" if None in shares else f" [{', '.join(f'{share:.2f}' for share in shares)}]")
+
+
 def _share(row: Data) -> str:
     share = row["fraction_of_floor"]
     return f"{row['tflops']:.0f}" + ("" if share is None else f" [{share:.2f}]")
@@ -122,18 +166,26 @@ def ratio_table(data: Data) -> str:
 
 
 def train_table(name: str, data: Data) -> str:
-    """Training runs have figures of their own: a column for whatever a row holds."""
-    keys = list(dict.fromkeys(key for row in data["rows"] for key, value in row.items() if isinstance(value, str | int | float)))
+    """A training step by model and provider: its throughput, and where its time goes."""
+    providers = list(dict.fromkeys(row["provider"] for row in data["rows"]))
+    cells = {(row["model"], row["preset"], row["provider"]): row for row in data["rows"]}
     lines = [
-        f"Training: `{data['header']['command']}` ([{name}]({{root}}results/{name}))",
+        f"{data['header'].get('gpu')}, a training step, samples/s (milliseconds: the step, of which attention; memory): "
+        f"`{data['header']['command']}` ([{name}]({{root}}results/{name}))",
         "",
-        "| " + " | ".join(key.replace("_", " ") for key in keys) + " |",
-        "|---" * len(keys) + "|",
+        "| model | " + " | ".join(providers) + " |",
+        "|---" * (len(providers) + 1) + "|",
     ]
-    for row in data["rows"]:
-        cells = [row.get(key) for key in keys]
-        lines.append("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+    for model, preset in dict.fromkeys((row["model"], row["preset"]) for row in data["rows"]):
+        shown = [_step(cells.get((model, preset, provider))) for provider in providers]
+        lines.append(f"| {model} {preset} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def _step(row: Data | None) -> str:
+    if row is None or row["samples_per_s"] is None:
+        return "-"
+    return f"{row['samples_per_s']:,.0f} ({row['step_ms']:.0f}, {row['attention_ms']:.1f}; {row['peak_bytes'] / 1e9:.0f} GB)"
 
 
 def header_lines(data: Data) -> str:
@@ -152,8 +204,9 @@ def gpu_tables(names: tuple[str, ...]) -> list[tuple[str, Data]]:
 
 
 def tables() -> list[str]:
-    """README's: one per file."""
-    parts = [gpu_table(name, data) for name, data in gpu_tables(GPU_FILES)]
+    """README's: one of the operator, one of training, one of a CPU."""
+    named = gpu_tables(GPU_FILES)
+    parts = [overview(named)] if named else []
     train, cpu = load(TRAIN_FILE), load(CPU_FILE)
     if train is not None:
         parts.append(train_table(TRAIN_FILE, train))

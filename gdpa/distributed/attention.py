@@ -19,7 +19,7 @@ give each rank its own activations. `gdpa.attention` and `gdpa.attention_varlen`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -84,10 +84,10 @@ def _local(tensor: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placeme
         if all(isinstance(placement, Replicate) for placement in placements):
             return tensor
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    # Where it lies right, redistribute would return the tensor itself, which an autograd function may not: torch 2.11 detaches it in
-    # place, and DTensors have no such operator there.
+    # Detached, as what runs inside an autograd function is anyway: redistributing a tensor that wants gradients detaches the result in
+    # place there, and DTensors of torch 2.11 have no operator for that.
     if tuple(tensor.placements) != tuple(placements):
-        tensor = tensor.redistribute(mesh, placements)
+        tensor = cast(DTensor, tensor.detach()).redistribute(mesh, placements)
     local: Tensor = tensor.to_local()
     return local
 
