@@ -362,6 +362,15 @@ def test_the_page_is_whole_and_self_contained(tmp_path):
     assert re.search(r"R</td><td>700 TFLOP/s \(650 to 800", text)
     for name in ("cudnn (softmax)", *FULL):
         assert name in text
+    assert text.index("data:image/png") < text.index("where this comes from")
+
+
+def test_the_page_says_clocks_and_work_in_words():
+    sampled = {"sm_mhz": 1725.0, "sm_lowest_mhz": 1260.0, "power_w": 663.07, "power_limit_w": 700.0, "temperature_c": None}
+    assert page._clocks(sampled) == "1725 MHz, at the lowest 1260, 663 W, limit 700 W"
+    facts = {"batch": 2, "heads": 3, "dim": 4, "rows": 5, "flops": {"forward": 2.5e9, "backward": 6.18e12}}
+    line = tables.describe(facts | {"bytes": {"forward": 10, "backward": 2000}})
+    assert line.endswith("forward 2.5 GFLOP, 10 B; backward 6.18 TFLOP, 2 KB")
 
 
 # Compiling ahead

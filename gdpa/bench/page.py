@@ -42,9 +42,7 @@ def page(report: Report) -> str:
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>gdpa bench: {escape(str(report.header.get('device')))}</title><style>{STYLE}</style></head><body>",
         f"<h1>gdpa bench: {escape(str(report.header.get('device')))}</h1>",
-        _facts(data["header"]),
-        f'<h2>At a glance</h2><div class="wide"><img alt="fraction of the floor by case and provider" '
-        f'src="data:image/png;base64,{picture}"></div>',
+        f'<div class="wide"><img alt="fraction of the floor by case and provider" src="data:image/png;base64,{picture}"></div>',
     ]
     parts += _summaries(report)
     cases = report.header.get("cases", {})
@@ -56,7 +54,8 @@ def page(report: Report) -> str:
     for name in EXTRAS:
         if data.get(name):
             parts.append(f"<h2>{name}</h2>{_plain_table(data[name])}")
-    parts.append(f'<p class="legend">{"<br>".join(map(escape, LEGEND.values()))}</p></body></html>')
+    parts.append(f'<p class="legend">{"<br>".join(map(escape, LEGEND.values()))}</p>')
+    parts.append(f"<h2>where this comes from</h2>{_facts(data['header'])}</body></html>")
     return "\n".join(parts) + "\n"
 
 
@@ -92,11 +91,28 @@ def _facts(header: dict[str, Any]) -> str:
             continue
         if name in ("R", "W"):
             value = rate(value)
+        elif name == "clocks":
+            value = _clocks(value)
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {part}" for key, part in value.items() if part is not None)
         text = escape(value if isinstance(value, str) else json.dumps(value))
         lines.append(f"<tr><td>{escape(name)}</td><td>{f'<code>{text}</code>' if name == 'command' else text}</td></tr>")
     return f'<table class="facts"><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _clocks(sampled: dict[str, float]) -> str:
+    """Medians under load, as nvidia-smi saw them; a figure that it did not give is left out."""
+    words = {
+        "sm_mhz": "{:.0f} MHz",
+        "sm_lowest_mhz": "at the lowest {:.0f}",
+        "sm_max_mhz": "at the most {:.0f}",
+        "memory_mhz": "memory {:.0f} MHz",
+        "power_w": "{:.0f} W",
+        "power_limit_w": "limit {:.0f} W",
+        "temperature_c": "{:.0f} °C",
+        "samples": "{:.0f} samples",
+    }
+    return ", ".join(form.format(sampled[name]) for name, form in words.items() if sampled.get(name) is not None)
 
 
 def _table(rows: list[Row]) -> str:

@@ -158,8 +158,12 @@ def describe(facts: dict[str, object]) -> str:
     flops, moved = facts["flops"], facts["bytes"]
     assert isinstance(flops, dict)
     assert isinstance(moved, dict)
-    modes = "; ".join(f"{mode} {flops[mode] / 1e9:.3g} GFLOP, {size(moved[mode])}" for mode in flops)
+    modes = "; ".join(f"{mode} {_work(flops[mode])}, {size(moved[mode])}" for mode in flops)
     return f"batch {facts['batch']}, {facts['heads']} heads, dimension {facts['dim']}, {facts['rows']} rows; {modes}"
+
+
+def _work(flops: float) -> str:
+    return f"{flops / 1e9:.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:.3g} TFLOP"
 
 
 def duration(ms: float | None) -> str:
