@@ -6,10 +6,11 @@
 One persistent program a multiprocessor walks over tiles: 128 keys of one (sequence, key head), with the queries of every head of the
 group, 64 a step. Nothing but q, k, v and dO is read, and each score is computed once: five products a step. The partitions:
 
-    producer     one warp: copies the keys and values of a tile, and the queries and dO of each step, into shared memory
-    consumer 0   a warpgroup that owns keys 0 to 63: their scores, transposed, and their dK and dV, in registers over the whole tile
-    consumer 1   the same for keys 64 to 127
-    reducer      one warp: sends each step's dQ off
+    query_producer   one warp: copies the queries and dO of each step into shared memory
+    key_producer     one warp: the keys and values of each tile, and a note of all that the consumers must know of it
+    consumer 0       a warpgroup that owns keys 0 to 63: their scores, transposed, and their dK and dV, in registers over the whole tile
+    consumer 1       the same for keys 64 to 127
+    reducer 0, 1     one warp each, every second step: send its dQ off
 
 dQ sums over all keys, so the consumers exchange dS through shared memory, and each multiplies it into one half of dQ's columns.
 
@@ -18,12 +19,12 @@ A consumer's steps form one stream that does not stop where a tile ends. In step
     issues S(i)^T = K Q(i)^T and dK += dS(i - 1)^T Q(i - 1)
     activates S(i): P, f'(S)
     issues its half of dQ(i - 1) = dS(i - 1) K, and dV += P^T dO(i)
-    hands dQ(i - 1) over to the reducer
+    hands dQ(i - 1) over to a reducer
     issues dP(i)^T = V dO(i)^T
     makes dS(i) and lays it out for the other consumer
 
 where dK(i - 1) and dQ(i - 1) are the tile's before when step i opens one. No product is in flight where the loop closes: there the
-compiler would wait after each one. Registers bound the order: dK and dV take 128 of a thread's 240, S, dP and dQ 32 each, f'(S) 32, P
+compiler would wait after each one. Registers bound the order: dK and dV take 128 of a thread's 232, S, dP and dQ 32 each, f'(S) 32, P
 and dS 16. The consumers take turns, each with its first two products, then each with its other three: while one activates or makes dS,
 the other multiplies. That dQ lags a step is what lets them: it waits for both.
 
@@ -58,13 +59,14 @@ columns 8a + 2b + c, c = 0, 1, which one thread holds, lie at 8a + 4c + b.
     keys.full                the copy engine                                  both consumers
     values.full + consumer   the copy engine                                  the consumer
     partial.full + consumer  the copy engine                                  the consumer, to add to what came back (LAST)
-    EMPTY + stage            both consumers, dK(i - 1) done                   the producer, to load step i + 1
+    EMPTY + stage            both consumers, dK(i - 1) done                   the query producer, to load step i + 1
     DS + 2 * (i % 2) + c     consumer c, dS(i) in shared memory               the other one, for dQ(i)
-    DQ_FULL + consumer       the consumer                                     the reducer
-    dq_empty + consumer      the reducer, the copy has left                   the consumer, to hand the next one over
-    counters                 the reducer, a step's dQ is written              the reducers of other programs (in global memory)
-    values_free + consumer   the consumer, dV has left                        the producer, to load the next tile's values
-    keys_free                both consumers, dK has left                      the producer, to load the keys of the tile after the next
+    DQ_FULL + consumer       the consumer                                     the step's reducer
+    dq_left + reducer        the reducer, its copies have left                the other reducer
+    dq_empty + consumer      the next step's reducer, after that              the consumer, to hand the next one over
+    counters                 a reducer, a step's dQ is written                the reducers of other programs (in global memory)
+    values_free + consumer   the consumer, dV has left                        the key producer, to load the next tile's values
+    keys_free                both consumers, dK has left                      the key producer, to load the keys of the tile after the next
     met                      both consumers, dQ of the tile before done       both, to write dK where its keys were
     TURN + consumer          the other consumer, its products issued          the consumer, to issue its own
 
@@ -101,7 +103,7 @@ EMPTY: gl.constexpr = gl.constexpr(6)
 DS: gl.constexpr = gl.constexpr(8)
 DQ_FULL: gl.constexpr = gl.constexpr(12)
 TURN: gl.constexpr = gl.constexpr(14)
-# The threads that open them: both consumers' and the producer's; one consumer's and a single warp's; both consumers'.
+# The threads that open them: both consumers' and the query producer's; one consumer's and a single warp's; both consumers'.
 ALL: gl.constexpr = gl.constexpr(288)
 PAIR: gl.constexpr = gl.constexpr(160)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
