@@ -7,11 +7,12 @@ Both sides do a forward and a backward for the gradients of q, k and v, on the s
     gdpa     gdpa.attention_varlen(q, k, v, offsets, offsets, activation=f, backend="cpu") on packed tensors (T, H, D)
     padded   f(q @ k^T * scale) @ v with autograd on (B, H, L, D) tensors; a jagged batch is padded to its longest
              sequence and its activated scores are multiplied by a (B, 1, L, L) mask
+    eager    on dense batches: the same from gdpa's tensors to gdpa's tensors, transposed views of (T, H, D) and back
 
-Padding, unpadding and making the mask are not timed. The two alternate round by round, at least 5 times and for up to 6
-seconds; a time is the best round's (what else the machine does only ever adds), a speed-up the ratio of the two. The rounds' own
-ratios have a median and a range: what the padded side's page faults and the operating system cost is in them. Extra memory (with
-the first activation) is the high-water mark of the resident set during one forward and backward in a fresh process, beyond what
+Padding, unpadding, bringing heads first for `padded` and making the mask are not timed. The sides take turns, at least 5 times and
+for up to 6 seconds; a time is the best round's (what else the machine does only ever adds), a speed-up the ratio of two. The rounds'
+own ratios have a median and a range: what eager's page faults and the operating system cost is in them. Extra memory (with the
+first activation) is the high-water mark of the resident set during one forward and backward in a fresh process, beyond what
 was resident before it and beyond the output and the gradients. A correctness gate runs first.
 """
 
@@ -65,6 +66,21 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Speedup:
+    """How many times faster than another side: best round against best round, and the rounds' own ratios."""
+
+    best: float
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, ours: list[float], theirs: list[float]) -> Speedup:
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        return cls(min(theirs) / min(ours), statistics.median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the result: milliseconds, how many times faster, extra MiB and its fraction of the padded side's."""
 
@@ -79,6 +95,11 @@ class Row:
     speedup_highest: float
     rounds: int
     difference: float
+    eager_ms: float | None  # dense batches only, as what follows
+    eager_speedup: float | None
+    eager_speedup_median: float | None
+    eager_speedup_lowest: float | None
+    eager_speedup_highest: float | None
     gdpa_mib: float | None
     padded_mib: float | None
     memory_fraction: float | None
@@ -128,13 +149,22 @@ class Contest:
         out = gdpa.attention_varlen(q, k, v, self.offsets, self.offsets, activation=self.activation, backend="cpu")
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
 
-    def eager(self) -> list[Tensor]:
+    def heads_first(self) -> list[Tensor]:
         """The output and the three gradients, (B, H, L, D)."""
         q, k, v, d_out = self.padded
-        p = ACTIVATIONS[self.activation](q @ k.transpose(2, 3) * (1 / math.sqrt(HEAD_DIM)))
-        out = (p if self.mask is None else p * self.mask) @ v
-        del p
+        out = self._plain(q, k, v)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+
+    def eager(self) -> list[Tensor]:
+        """The output and the three gradients of a dense batch, packed."""
+        q, k, v, d_out = self.packed
+        by_head = [x.view(len(self.lengths), -1, HEADS, HEAD_DIM).transpose(1, 2) for x in (q, k, v)]
+        out = self._plain(*by_head).transpose(1, 2).reshape(q.shape)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = ACTIVATIONS[self.activation](q @ k.transpose(2, 3) * (1 / math.sqrt(HEAD_DIM)))
+        return (p if self.mask is None else p * self.mask) @ v
 
     def difference(self, ours: list[Tensor], theirs: list[Tensor]) -> float:
         """The largest relative Frobenius difference of the four results."""
@@ -147,31 +177,29 @@ class Contest:
 
 def measure_time(batch: Batch, dtype: str, activation: str) -> dict[str, Any]:
     contest = Contest(batch, DTYPES[dtype], activation)
-    difference = contest.difference(contest.gdpa(), contest.eager())  # the warm-up
-    ours: list[float] = []
-    theirs: list[float] = []
+    sides = {"gdpa": contest.gdpa, "padded": contest.heads_first} | ({} if batch.jagged else {"eager": contest.eager})
+    difference = contest.difference(contest.gdpa(), contest.heads_first())  # the warm-up
+    times: dict[str, list[float]] = {name: [] for name in sides}
     began = time.perf_counter()
-    while len(ours) < LEAST_ROUNDS or (time.perf_counter() - began < SECONDS and len(ours) < MOST_ROUNDS):
-        start = time.perf_counter()
-        contest.gdpa()
-        middle = time.perf_counter()
-        contest.eager()
-        ours.append(1e3 * (middle - start))
-        theirs.append(1e3 * (time.perf_counter() - middle))
-    return {"gdpa": ours, "padded": theirs, "difference": difference}
+    while len(times["gdpa"]) < LEAST_ROUNDS or (time.perf_counter() - began < SECONDS and len(times["gdpa"]) < MOST_ROUNDS):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return times | {"difference": difference}
 
 
 def measure_memory(batch: Batch, dtype: str, activation: str, side: str) -> dict[str, Any]:
     # A small call first, so that what the libraries load and keep is not counted.
     small = Contest(Batch("small", (65, 64)), DTYPES[dtype], activation, side)
-    small.gdpa() if side == "gdpa" else small.eager()
+    small.gdpa() if side == "gdpa" else small.heads_first()
     contest = Contest(batch, DTYPES[dtype], activation, side)
     # What making the inputs has freed would be used again without showing.
     ctypes.CDLL(None).malloc_trim(0)
     # Writing 5 sets the high-water mark back to what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
-    results = contest.gdpa() if side == "gdpa" else contest.eager()
+    results = contest.gdpa() if side == "gdpa" else contest.heads_first()
     kept = sum(x.numel() * x.element_size() for x in results)
     return {"mib": (_status_bytes("VmHWM") - before - kept) / 2**20}
 
@@ -279,7 +307,8 @@ def run(quick: bool, console: Console) -> list[Row]:
             for activation in ACTIVATIONS:
                 times = in_a_process(measure_time, batch, dtype, activation)
                 ours, theirs = times["gdpa"], times["padded"]
-                ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+                against = Speedup.of(ours, theirs)
+                alike = None if batch.jagged else Speedup.of(ours, times["eager"])
                 memory: list[float | None] = [None, None]
                 if activation == next(iter(ACTIVATIONS)):
                     memory = [in_a_process(measure_memory, batch, dtype, activation, side)["mib"] for side in ("gdpa", "padded")]
@@ -289,12 +318,17 @@ def run(quick: bool, console: Console) -> list[Row]:
                     activation=activation,
                     gdpa_ms=min(ours),
                     padded_ms=min(theirs),
-                    speedup=min(theirs) / min(ours),
-                    speedup_median=statistics.median(ratios),
-                    speedup_lowest=min(ratios),
-                    speedup_highest=max(ratios),
+                    speedup=against.best,
+                    speedup_median=against.median,
+                    speedup_lowest=against.lowest,
+                    speedup_highest=against.highest,
                     rounds=len(ours),
                     difference=times["difference"],
+                    eager_ms=None if alike is None else min(times["eager"]),
+                    eager_speedup=None if alike is None else alike.best,
+                    eager_speedup_median=None if alike is None else alike.median,
+                    eager_speedup_lowest=None if alike is None else alike.lowest,
+                    eager_speedup_highest=None if alike is None else alike.highest,
                     gdpa_mib=memory[0],
                     padded_mib=memory[1],
                     memory_fraction=None if memory[0] is None or memory[1] is None else memory[0] / memory[1],
@@ -308,7 +342,7 @@ def table(rows: list[Row]) -> Table:
     result = Table(title="Forward + backward, H=4, D=128: gdpa (backend cpu) against padded eager")
     for name in ("batch", "dtype", "f"):
         result.add_column(name, no_wrap=True)
-    for name in ("gdpa ms", "padded ms", "speed-up", "median", "range", "diff", "gdpa MiB", "padded MiB", "fraction"):
+    for name in ("gdpa ms", "padded ms", "speed-up", "median", "range", "eager", "median", "MiB", "padded", "fraction"):
         result.add_column(name, justify="right")
     for row in rows:
         result.add_row(
@@ -320,7 +354,7 @@ def table(rows: list[Row]) -> Table:
             f"{row.speedup:.2f}x",
             f"{row.speedup_median:.2f}x",
             f"{row.speedup_lowest:.2f}-{row.speedup_highest:.2f}",
-            f"{row.difference:.1e}",
+            *("-" if value is None else f"{value:.2f}x" for value in (row.eager_speedup, row.eager_speedup_median)),
             *("-" if value is None else f"{value:.0f}" for value in (row.gdpa_mib, row.padded_mib)),
             "-" if row.memory_fraction is None else f"{100 * row.memory_fraction:.1f} %",
         )
