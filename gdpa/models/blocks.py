@@ -24,6 +24,8 @@ class FeatureTokens(nn.Module):
     map of its own; a linear map over the tokens, and a LayerNorm, bring them to `tokens`.
     """
 
+    regions = ("forward",)
+
     def __init__(self, dense: int, sparse: int, sequences: int, embedding: int, tokens: int, width: int) -> None:
         super().__init__()
         self.dense = nn.Linear(dense + sequences, width)
@@ -53,6 +55,8 @@ class FeatureTokens(nn.Module):
 class TokenMixer(nn.Module):
     """(B, in_tokens, width) -> (B, out_tokens, width): Y = A X over the tokens, then LayerNorm(Y + W_2 gelu(W_1 Y))."""
 
+    regions = ("forward",)
+
     def __init__(self, in_tokens: int, out_tokens: int, width: int) -> None:
         super().__init__()
         self.mix = nn.Linear(in_tokens, out_tokens)
@@ -79,6 +83,8 @@ class Head(nn.Module):
 
     w starts as zeros, so that the first steps do not push the tables at random, and u as ones over all its products.
     """
+
+    regions = ("forward",)
 
     def __init__(self, tokens: int, summaries: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -110,6 +116,32 @@ def carry(inputs: int, outputs: int) -> Tensor:
     and leaves their directions alone. A candidate's token and a history's summary are then compared in one space from the first
     step on, where random maps would have to be learned away first."""
     return math.sqrt(inputs) * torch.eye(outputs, inputs)
+
+
+def event_columns(events: Events, types: int) -> Tensor:
+    """(T, columns) in the dtype of the items: what an event's token is a linear map of.
+
+        items | one column for each of the types, 1 at the event's | event_scalars | zeros
+
+    The number of columns is a multiple of COLUMNS. A lookup of the type would say the same, but on a GPU its gradient adds up the
+    events of a type one after the other; here it is part of one product, as are the narrow ones of the scalars.
+    """
+    kinds = (events.types[:, None] == torch.arange(types, device=events.types.device)).to(events.items.dtype)
+    return _padded(torch.cat((events.items, kinds, event_scalars(events)), dim=1))
+
+
+def column_weight(*blocks: Tensor, diagonal: bool = False) -> Tensor:
+    """The weight of a linear map of `event_columns`, from those of its three parts (outputs, columns of the part): side by side, or
+    each with outputs of its own."""
+    return _padded(torch.block_diag(*blocks) if diagonal else torch.cat(blocks, dim=1))
+
+
+# Tensor cores read rows whose size is a multiple of 16 bytes, 8 numbers in bf16.
+COLUMNS = 8
+
+
+def _padded(x: Tensor) -> Tensor:
+    return functional.pad(x, (0, -x.shape[1] % COLUMNS))
 
 
 def event_scalars(events: Events) -> Tensor:

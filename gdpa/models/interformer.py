@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from gdpa.data.schema import Schema
 from gdpa.models.base import ClickModel, DensePart
-from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, event_scalars, module_list, stream_dtype
+from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, column_weight, event_columns, module_list, stream_dtype
 from gdpa.models.config import Gate, InterFormerConfig
 from gdpa.models.sequences import Events, ends, prepend
 from gdpa.models.work import Part, linear_flops, part, pffn_flops, pma_flops, self_attention_flops
@@ -55,6 +55,8 @@ class InterFormerDense(DensePart):
     nothing computed goes unread.
     """
 
+    regions = ("turns",)
+
     def __init__(self, config: InterFormerConfig, schema: Schema, backend: str | None) -> None:
         super().__init__()
         self.features = FeatureTokens(schema.dense, len(schema.sparse), 1, config.embedding, config.tokens, config.width)
@@ -72,14 +74,21 @@ class InterFormerDense(DensePart):
         x = first = self.features(dense, sparse, sequences)
         context = self.condense[0](x)
         stream, offsets = prepend(self.encode(events), events.offsets, self.cls(context))
+        turns = self.turns(stream, offsets)
         for layer, advance in enumerate(self.advance):
             if layer:
                 context = self.condense[layer](x)
             summary = self.summarise[layer](stream, offsets)
-            stream = advance(stream, offsets, context)
+            stream = advance(stream, offsets, turns, context)
             x = self.interact[layer](x, summary)
         logits: Tensor = self.head(x, first, self.summarise[-1](stream, offsets))
         return logits
+
+    def turns(self, stream: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the rotary positions, which are those of every layer."""
+        rotary = self.advance[0].attend.rotary
+        assert rotary is not None
+        return rotary.turns(stream.shape[0], offsets, None, stream.dtype)
 
     def parts(self, lengths: Sequence[Tensor]) -> Iterator[Part]:
         batch, events = len(lengths[0]), int(lengths[0].sum())
@@ -104,6 +113,8 @@ class MaskNet(nn.Module):
     linear map. MLP_mask has one hidden layer of S's width; MLP_lce is one linear map.
     """
 
+    regions = ("forward",)
+
     def __init__(self, embedding: int, types: int, values: bool, width: int) -> None:
         super().__init__()
         self.types = nn.Parameter(torch.empty(types, embedding))
@@ -121,8 +132,9 @@ class MaskNet(nn.Module):
             nn.init.eye_(self.compress.weight)
 
     def forward(self, events: Events) -> Tensor:
-        kinds = functional.embedding(events.types, self.types)
-        s = torch.cat((self.items(events.items), kinds, self.scalars(event_scalars(events))), dim=1)
+        weight = column_weight(self.items.weight, self.types.T, self.scalars.weight, diagonal=True)
+        bias = torch.cat((self.items.bias, torch.zeros_like(self.items.bias), self.scalars.bias))
+        s = functional.linear(event_columns(events, self.types.shape[0]), weight, bias)
         mask = self.outer(functional.relu(self.inner(s)))
         out: Tensor = self.norm(self.compress(s * mask)).to(stream_dtype(events.items))
         return out
@@ -148,6 +160,8 @@ class Gating(nn.Module):
 class CrossSummary(nn.Module):
     """X_sum = Gating(TokenMixer(X)): the tokens that personalise the sequence."""
 
+    regions = ("forward",)
+
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
         self.mix = TokenMixer(config.tokens, config.context_tokens, config.width)
@@ -170,6 +184,8 @@ def summary_tokens(config: InterFormerConfig) -> int:
 class SequenceSummary(nn.Module):
     """S_sum = Gating([S_CLS | PMA(S) | S_recent]), brought to the width of the other tokens by a linear map and a LayerNorm."""
 
+    regions = ("finish",)
+
     def __init__(self, config: InterFormerConfig, backend: str | None) -> None:
         super().__init__()
         self.first, self.recent, self.tokens = config.context_tokens, config.recent, summary_tokens(config)
@@ -184,7 +200,11 @@ class SequenceSummary(nn.Module):
             nn.init.eye_(self.lift.weight)
 
     def forward(self, stream: Tensor, offsets: Tensor) -> Tensor:
-        joined = torch.cat((ends(stream, offsets, self.first, self.recent), self.pool(stream, offsets).to(stream.dtype)), dim=1)
+        return self.finish(ends(stream, offsets, self.first, self.recent), self.pool.pooled(stream, offsets))
+
+    def finish(self, events: Tensor, pooled: Tensor) -> Tensor:
+        """From the CLS tokens and recent events, and what the seeds found, to S_sum."""
+        joined = torch.cat((events, self.pool.out(pooled).to(events.dtype)), dim=1)
         out: Tensor = self.gating(self.norm(self.lift(joined)))
         return out
 
@@ -198,6 +218,8 @@ class Interaction(nn.Module):
 
     The MLP takes the products of all pairs of tokens, divided by the width, to the tokens of X through one hidden layer.
     """
+
+    regions = ("forward",)
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -222,6 +244,8 @@ class Interaction(nn.Module):
 class SequenceLayer(nn.Module):
     """S' = Z + SelfAttention(LayerNorm(Z)), Z = PFFN(S, X_sum); GDPA over the whole sequence, rotary positions."""
 
+    regions = ("enter", "leave")
+
     def __init__(self, config: InterFormerConfig, backend: str | None) -> None:
         super().__init__()
         self.personalise = PFFN(
@@ -242,7 +266,14 @@ class SequenceLayer(nn.Module):
             backend=backend,
         )
 
-    def forward(self, stream: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
+    def forward(self, stream: Tensor, offsets: Tensor, turns: tuple[Tensor, Tensor], context: Tensor) -> Tensor:
         z = self.personalise(stream, offsets, context=context.to(stream.dtype))
-        out: Tensor = z + self.attend(self.norm(z), offsets)
-        return out.to(stream.dtype)
+        q, k, v = self.enter(z, *turns)
+        return self.leave(self.attend.attend(q, k, v, offsets, offsets), z)
+
+    def enter(self, z: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attend.project(self.norm(z), (cos, sin))
+
+    def leave(self, attended: Tensor, z: Tensor) -> Tensor:
+        out: Tensor = z + self.attend.out(attended.flatten(1))
+        return out.to(z.dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.nn import functional
 from gdpa.data.schema import Schema
 from gdpa.errors import GdpaError
 from gdpa.models.base import ClickModel, DensePart
-from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, event_scalars, module_list, stream_dtype
+from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, column_weight, event_columns, module_list, stream_dtype
 from gdpa.models.config import EventConfig, KunlunConfig
 from gdpa.models.sequences import Events
 from gdpa.models.windows import WindowAttention
@@ -73,14 +74,18 @@ class KunlunDense(DensePart):
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
         x = first = self.features(dense, sparse, sequences)
         streams = [stack.encode(events) for stack, events in zip(self.groups, sequences, strict=True)]
+        turns = [
+            stack.turns(stream, events.offsets, events.ages) if len(stack.windows) else None
+            for stack, stream, events in zip(self.groups, streams, sequences, strict=True)
+        ]
         cached: list[Tensor | None] = [None] * len(streams)
         for layer, (generate, interact) in enumerate(zip(self.generate, self.interact, strict=True)):
             context = generate(x)
             summaries = self._summaries(layer, streams, sequences, cached)
             cached = list(summaries)
             streams = [
-                stack.advance(layer, stream, events, context)
-                for stack, stream, events in zip(self.groups, streams, sequences, strict=True)
+                stack.advance(layer, stream, events, turned, context)
+                for stack, stream, events, turned in zip(self.groups, streams, sequences, turns, strict=True)
             ]
             x = interact(x, torch.cat((context, *summaries), dim=1))
         finished = self._summaries(len(self.generate), streams, sequences, cached)
@@ -111,6 +116,8 @@ class EventStack(nn.Module):
     computed goes unread.
     """
 
+    regions = ("turns",)
+
     def __init__(self, group: EventConfig, config: KunlunConfig, types: int, values: bool, backend: str | None) -> None:
         super().__init__()
         self.depth = group.layers
@@ -139,14 +146,18 @@ class EventStack(nn.Module):
         assert cached is not None, "layer 0 pools"
         return cached
 
-    def advance(self, layer: int, stream: Tensor, events: Events, context: Tensor) -> Tensor:
+    def turns(self, stream: Tensor, offsets: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ROTE, which are those of every self-attention of the stack."""
+        return self.windows[0].attend.rotary.turns(stream.shape[0], offsets, ages, stream.dtype)
+
+    def advance(self, layer: int, stream: Tensor, events: Events, turns: tuple[Tensor, Tensor] | None, context: Tensor) -> Tensor:
         """S_l -> S_l+1."""
         if layer >= self.depth:
             return stream
         if layer % 2 == 0:
             out: Tensor = self.personalise[layer // 2](stream, events.offsets, context=context.to(stream.dtype))
         else:
-            out = self.windows[layer // 2](stream, events)
+            out = self.windows[layer // 2](stream, events, turns)
         return out
 
     def parts(self, name: str, lengths: Tensor) -> Iterator[Part]:
@@ -161,6 +172,8 @@ class EventStack(nn.Module):
 class EventEncoder(nn.Module):
     """LayerNorm(W item + type + W' (age, value)): one event -> one token."""
 
+    regions = ("forward",)
+
     def __init__(self, embedding: int, types: int, values: bool, width: int) -> None:
         super().__init__()
         self.item = nn.Linear(embedding, width)
@@ -172,7 +185,8 @@ class EventEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, events: Events) -> Tensor:
-        x = self.item(events.items) + self.scalars(event_scalars(events)) + functional.embedding(events.types, self.types)
+        weight = column_weight(self.item.weight, self.types.T, self.scalars.weight)
+        x = functional.linear(event_columns(events, self.types.shape[0]), weight, self.item.bias)
         out: Tensor = self.norm(x).to(stream_dtype(events.items))
         return out
 
@@ -183,18 +197,29 @@ class EventEncoder(nn.Module):
 class WindowLayer(nn.Module):
     """S + WindowAttention(LayerNorm(S))."""
 
+    regions = ("enter", "leave")
+
     def __init__(self, width: int, heads: int, window: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attend = WindowAttention(width, heads, window)
 
-    def forward(self, stream: Tensor, events: Events) -> Tensor:
-        out: Tensor = stream + self.attend(self.norm(stream), events.offsets, events.ages, events.longest)
+    def forward(self, stream: Tensor, events: Events, turns: tuple[Tensor, Tensor]) -> Tensor:
+        attended = self.attend.attend(*self.enter(stream, *turns), events.offsets, events.longest)
+        return self.leave(attended, stream)
+
+    def enter(self, stream: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attend.project(self.norm(stream), cos, sin)
+
+    def leave(self, attended: Tensor, stream: Tensor) -> Tensor:
+        out: Tensor = stream + self.attend.out(attended.flatten(1))
         return out.to(stream.dtype)
 
 
 class SummaryPool(nn.Module):
     """HSP, and a linear map to the width of the interaction's tokens, with a LayerNorm."""
+
+    regions = ("finish",)
 
     def __init__(self, group: EventConfig, width: int, backend: str | None) -> None:
         super().__init__()
@@ -217,7 +242,10 @@ class SummaryPool(nn.Module):
             nn.init.eye_(self.lift.weight)
 
     def forward(self, stream: Tensor, events: Events) -> Tensor:
-        out: Tensor = self.norm(self.lift(self.pool(stream, events.offsets)))
+        return self.finish(self.pool.pooled(stream, events.offsets))
+
+    def finish(self, pooled: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.lift(self.pool.condense(pooled)))
         return out
 
     def flops(self, lengths: Tensor) -> int:
@@ -235,6 +263,8 @@ class Interaction(nn.Module):
     The other tokens of X' are linear combinations of those of Z.
     """
 
+    regions = ("forward",)
+
     def __init__(self, tokens: int, inputs: int, width: int, experts: int, rank: int) -> None:
         super().__init__()
         if experts > inputs:
@@ -248,14 +278,25 @@ class Interaction(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         across = z.transpose(1, 2)  # [B, width, inputs]
-        compressed = self.compress(across).chunk(len(self.sizes), dim=2)
-        parts = z.split(self.sizes, dim=1)
-        expert = [
-            outer(norm((part @ columns).flatten(1)))
-            for part, columns, norm, outer in zip(parts, compressed, self.norms, self.experts, strict=True)
-        ]
-        out: Tensor = self.norm(x + torch.cat((torch.stack(expert, dim=1), self.linear(across).transpose(1, 2)), dim=1))
+        compressed = self.compress(across).unflatten(2, (len(self.sizes), -1)).movedim(2, 1)  # [B, experts, width, rank]
+        tokens, start, place = [], 0, 0
+        for size, alike in groupby(self.sizes):  # of two sizes at the most
+            experts = slice(start, start + len(list(alike)))
+            count = experts.stop - start
+            parts = z[:, place : place + count * size].unflatten(1, (count, size))
+            products = (parts @ compressed[:, experts]).flatten(2).transpose(0, 1)  # [experts, B, size * rank]
+            tokens.append(self._mapped(products, experts).transpose(0, 1))
+            start, place = experts.stop, place + count * size
+        out: Tensor = self.norm(x + torch.cat((*tokens, self.linear(across).transpose(1, 2)), dim=1))
         return out
+
+    def _mapped(self, products: Tensor, experts: slice) -> Tensor:
+        """W_e LayerNorm(products of e) of experts of one size, [experts, B, width]: one kernel for all of them."""
+        norms, maps = self.norms[experts], self.experts[experts]
+        scale, shift = torch.stack([norm.weight for norm in norms]), torch.stack([norm.bias for norm in norms])
+        normed = functional.layer_norm(products, products.shape[-1:], eps=norms[0].eps) * scale[:, None] + shift[:, None]
+        weight, bias = torch.stack([outer.weight for outer in maps]), torch.stack([outer.bias for outer in maps])
+        return torch.baddbmm(bias[:, None], normed, weight.transpose(1, 2))
 
     def flops(self, batch: int) -> int:
         width, inputs = self.norm.normalized_shape[0], sum(self.sizes)

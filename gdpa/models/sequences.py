@@ -6,7 +6,7 @@ Nothing here waits for a GPU: sizes come from `History.counts`, which `Batch.to`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,12 +77,26 @@ def prepend(values: Tensor, offsets: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     """tokens (B, n, width) before the rows of each packed sequence (T, width): the joined rows (T + B n, width), and their offsets."""
     batch, count = tokens.shape[:2]
     joined = offsets + count * torch.arange(batch + 1, device=offsets.device, dtype=offsets.dtype)
-    rows = values.shape[0] + batch * count
-    sequence = rows_to_sequences(joined, rows)
-    position = torch.arange(rows, device=offsets.device) - joined[sequence]
-    source = torch.where(position < count, sequence * count + position, batch * count + offsets[sequence] + position - count)
-    # index_select, whose gradient adds rows; that of indexing would sort them.
-    return torch.cat((tokens.flatten(0, 1).to(values.dtype), values)).index_select(0, source), joined
+    of_tokens = (joined[:-1, None] + torch.arange(count, device=offsets.device)).flatten()
+    of_values = torch.arange(values.shape[0], device=offsets.device)
+    of_values = of_values + count * (rows_to_sequences(offsets, values.shape[0]) + 1)
+    places = torch.cat((of_tokens, of_values))
+    rows: Tensor = _Placed.apply(torch.cat((tokens.flatten(0, 1).to(values.dtype), values)), places)  # type: ignore[no-untyped-call]
+    return rows, joined
+
+
+class _Placed(torch.autograd.Function):
+    """Row i to places[i], all places being taken once: the gradient is a gather, where that of a gather would add rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return torch.empty_like(rows).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(0, places), None
 
 
 def ends(values: Tensor, offsets: Tensor, first: int, last: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from gdpa.errors import GdpaError
 from gdpa.models.sequences import rows_to_sequences
 from gdpa.nn import RotaryTemporal
+from gdpa.nn.rotary import turn
 from gdpa.nn.sequences import check_size
 
 SHORTEST_CHUNK = 32  # shorter ones leave the matrix products too small
@@ -40,9 +41,17 @@ class WindowAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, offsets: Tensor, ages: Tensor, longest: int) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3 * self.heads, self.width // self.heads))
-        turned, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        q, k = self.rotary(turned, offsets, ages).split((self.heads, self.heads), dim=1)
+        attended = self.attend(*self.project(x, *self.rotary.turns(x.shape[0], offsets, ages, x.dtype)), offsets, longest)
+        out: Tensor = self.out(attended.flatten(1))
+        return out
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; cos and sin are those of `RotaryTemporal.turns`."""
+        q, k, v = self.qkv(x).unflatten(-1, (3 * self.heads, self.width // self.heads)).chunk(3, dim=1)
+        return turn(q, cos, sin), turn(k, cos, sin), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        """(T, heads, head_dim) each, and the result."""
         halves = q.dtype in (torch.bfloat16, torch.float16)
         # varlen_attn refuses a batch without rows.
         if q.device.type == "cuda" and halves and q.shape[0] > 0 and varlen_takes_windows():
@@ -50,10 +59,8 @@ class WindowAttention(nn.Module):
 
             attended = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(self.window - 1, 0))
             assert isinstance(attended, Tensor)
-        else:
-            attended = banded_attention(q, k, v, offsets, self.window)
-        out: Tensor = self.out(attended.flatten(1))
-        return out
+            return attended
+        return banded_attention(q, k, v, offsets, self.window)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, heads={self.heads}, window={self.window}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gdpa.api import ActivationLike
 from gdpa.errors import GdpaError
 from gdpa.nn.base import AttentionModule, OutScale
-from gdpa.nn.rotary import RotaryTemporal
+from gdpa.nn.rotary import RotaryTemporal, turn
 from gdpa.nn.sequences import check_like, check_size, join, split
 from gdpa.problem import check_window
 
@@ -79,15 +79,19 @@ class SelfAttention(AttentionModule):
         check_like("x", values, self.qkv.weight)
         if self.rotary is None and dt is not None:
             raise GdpaError("dt: expected None, since this layer has no rotary to use it, got a tensor")
-        qkv = self.qkv(values).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-        if self.rotary is None:
-            # split's backward is one concatenation; that of slices would add three padded tensors.
-            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        else:
-            turned, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-            q, k = self.rotary(turned, offsets, dt).split((self.heads, self.kv_heads), dim=1)
+        turns = None if self.rotary is None else self.rotary.turns(values.shape[0], offsets, dt, values.dtype)
+        q, k, v = self.project(values, turns)
         attended = self.attend(q, k, v, offsets, offsets, max_seqlen, max_seqlen, window_size=self.window_size)
         return join(x, self.out(attended.flatten(1)), offsets)
+
+    def project(self, values: Tensor, turns: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of packed values, turned where there is a rotary (`RotaryTemporal.turns`)."""
+        qkv = self.qkv(values).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        # split's backward is one concatenation; that of slices would add three padded tensors.
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if turns is not None:
+            q, k = turn(q, *turns), turn(k, *turns)
+        return q, k, v
 
     def own_repr(self) -> list[str]:
         parts = [] if self.kv_heads == self.heads else [f"kv_heads={self.kv_heads}"]

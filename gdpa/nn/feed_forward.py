@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,6 +51,8 @@ class PFFN(AttentionModule):
         torch.Size([8, 64])
     """
 
+    regions = ("enter", "leave")
+
     def __init__(
         self,
         width: int,
@@ -79,12 +82,21 @@ class PFFN(AttentionModule):
         check_like("x", values, self.weights.weight)
         batch = offsets.shape[0] - 1
         k, v = self._generate(context, batch)
-        y = functional.layer_norm(values, (self.width,), eps=EPS)
-        # Under autocast y is float32, as the residual around the attention should be, and K and V are not.
-        q = y.to(k.dtype).unflatten(-1, (self.heads, self.head_dim))
-        g = self.attend(q, k, v, offsets, None, max_seqlen).flatten(1) + y
-        out = functional.rms_norm(g, (self.width,), eps=EPS) + values
-        return join(x, out.to(values.dtype), offsets)
+        y = self.enter(values, k.dtype)
+        attended = self.attend(y, k, v, offsets, None, max_seqlen)
+        return join(x, self.leave(attended, y, values), offsets)
+
+    def enter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """y, (T, heads, head_dim): the queries, and the residual of the attention."""
+        y = functional.layer_norm(values, (self.width,), eps=EPS).to(dtype)
+        heads: Tensor = y.unflatten(-1, (self.heads, self.head_dim))
+        return heads
+
+    def leave(self, attended: Tensor, y: Tensor, values: Tensor) -> Tensor:
+        """RMSNorm(attended + y) + values, in float32 at least and rounded once."""
+        g = attended.to(torch.promote_types(attended.dtype, torch.float32)) + y
+        out: Tensor = functional.rms_norm(g.flatten(1), (self.width,), eps=EPS) + values
+        return out.to(values.dtype)
 
     def _generate(self, context: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """K and V, (B, hidden, heads, head_dim) each: slices of one result, not copies."""

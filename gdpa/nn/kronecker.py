@@ -69,7 +69,9 @@ class SumKronLinear(nn.Module):
         if z.is_nested or z.dim() < 2 or z.shape[-2:] != (self.in_tokens, self.in_width):
             raise GdpaError(f"z: expected (..., {self.in_tokens}, {self.in_width}), got shape {tuple(z.shape)}")
         check_like("z", z, self.token_weight)
-        mixed = self.token_weight.flatten(0, 1) @ z  # (..., out_tokens * terms, in_width)
+        # One product per sample: torch.matmul would bring a whole batch into one product, with copies of z and of the result.
+        samples = z.reshape(-1, self.in_tokens, self.in_width)
+        mixed = torch.bmm(self.token_weight.flatten(0, 1).expand(samples.shape[0], -1, -1), samples)
         # The terms of one output token lie side by side: reading them as one row of terms * in_width sums over i in the product.
         mixed = mixed.reshape(*z.shape[:-2], self.out_tokens, self.terms * self.in_width)
         return mixed @ self.feature_weight.flatten(0, 1)

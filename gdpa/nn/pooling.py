@@ -101,8 +101,12 @@ class PMA(_SeedAttention):
         self.reset_parameters()
 
     def forward(self, x: Tensor, offsets: Tensor | None = None, *, max_seqlen: int | None = None) -> Tensor:
-        out: Tensor = self.out(self.pool(self.seeds, x, offsets, max_seqlen))
+        out: Tensor = self.out(self.pooled(x, offsets, max_seqlen))
         return out
+
+    def pooled(self, x: Tensor, offsets: Tensor | None, max_seqlen: int | None = None) -> Tensor:
+        """GDPA(E, W_k x, W_v x), (B, seeds, heads * head_dim): all but W_o."""
+        return self.pool(self.seeds, x, offsets, max_seqlen)
 
 
 class HSP(_SeedAttention):
@@ -133,6 +137,8 @@ class HSP(_SeedAttention):
         torch.Size([3, 4, 64])
     """
 
+    regions = ("queries",)
+
     def __init__(
         self,
         width: int,
@@ -158,6 +164,13 @@ class HSP(_SeedAttention):
         self.reset_parameters()
 
     def forward(self, x: Tensor, offsets: Tensor | None = None, *, max_seqlen: int | None = None) -> Tensor:
-        queries = self.query(functional.layer_norm(self.seeds, (self.width,), eps=1e-5))
-        out: Tensor = self.condense(self.pool(queries, x, offsets, max_seqlen))
+        out: Tensor = self.condense(self.pooled(x, offsets, max_seqlen))
+        return out
+
+    def pooled(self, x: Tensor, offsets: Tensor | None, max_seqlen: int | None = None) -> Tensor:
+        """Z, (B, seeds, heads * head_dim)."""
+        return self.pool(self.queries(), x, offsets, max_seqlen)
+
+    def queries(self) -> Tensor:
+        out: Tensor = self.query(functional.layer_norm(self.seeds, (self.width,), eps=1e-5))
         return out

@@ -72,12 +72,13 @@ class RotaryTemporal(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor | None = None, dt: Tensor | None = None) -> Tensor:
         heads = x.shape[-2] if isinstance(x, Tensor) and x.dim() > 2 else 1
         values, offsets = split(x, offsets, (heads, self.head_dim), "heads, head_dim")
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        angles = self._angles(values.shape[0], offsets, dt, dtype)[:, None, :]  # the heads of a token turn together
-        first, second = values.to(dtype).chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return join(x, turned.to(values.dtype), offsets)
+        return join(x, turn(values, *self.turns(values.shape[0], offsets, dt, values.dtype)), offsets)
+
+    def turns(self, rows: int, offsets: Tensor, dt: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `turn` takes: the cosines and sines of all angles, (rows, head_dim / 2) each, in float32, or float64 for that dtype.
+        Layers over the same sequences with the same options can share them."""
+        angles = self._angles(rows, offsets, dt, torch.promote_types(dtype, torch.float32))
+        return angles.cos(), angles.sin()
 
     def _angles(self, rows: int, offsets: Tensor, dt: Tensor | None, dtype: torch.dtype) -> Tensor:
         """(rows, head_dim / 2), without a host synchronisation."""
@@ -99,6 +100,13 @@ class RotaryTemporal(nn.Module):
             f"head_dim={self.head_dim}, position_pairs={self.position_pairs}, time_pairs={self.time_pairs}, t_scale={self.t_scale:g}, "
             f"base={self.base:g}, time_base={self.time_base:g}"
         )
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (rows, heads, head_dim) by the angles that `RotaryTemporal.turns` gave; the heads of a row turn together."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def _frequencies(base: float, pairs: int, like: Tensor) -> Tensor:
