@@ -13,6 +13,7 @@ from gdpa.bench import timing, training, training_attention, training_report
 from gdpa.bench.softmax import attend
 from gdpa.bench.training_attention import Attention, Watched, by_name
 from gdpa.data.synthetic import SyntheticClicks
+from gdpa.nn import regions
 from gdpa.numerics import Inputs
 
 CPU = torch.device("cpu")
@@ -261,6 +262,28 @@ def test_the_suite_measures_both_models_and_writes_every_key(tmp_path, capsys):
     assert facts["step_flops"] == 3 * model.flops(batch)
     printed = capsys.readouterr().out
     assert "kunlun, tiny" in printed and "samples/s" in printed and "the samples/s of eager" in printed
+
+
+def broken(graph, inputs):
+    raise NotImplementedError("no compiler today")
+
+
+@pytest.mark.parametrize(
+    ("backend", "note"),
+    [("eager", "compiled between the attention's calls"), (broken, "not compiled: torch.compile failed: ")],
+    ids=["works", "fails"],
+)
+def test_the_model_is_compiled_once_for_all_providers_and_the_rows_say_so(backend, note, monkeypatch, tmp_path):
+    asked = []
+
+    def compile_regions(module):
+        asked.append(module)
+        return regions.compile_regions(module, backend=backend)
+
+    monkeypatch.setattr(training, "compile_regions", compile_regions)
+    data = suite(tmp_path / "rows.json", "--model", "kunlun", "--compile")
+    assert len(asked) == 1 and data["header"]["models"]["kunlun"]["compiled"] == (backend == "eager")
+    assert len(data["rows"]) == 2 and all(row["note"].startswith(note) and row["step_ms"] > 0 for row in data["rows"])
 
 
 def test_the_rows_of_a_file_are_shown_again(tmp_path, capsys):

@@ -351,13 +351,17 @@ def test_without_out_every_run_has_a_new_folder(monkeypatch, tmp_path, capsys):
     assert "there is no checkpoint to resume: starting at the first step" in capsys.readouterr().out
 
 
-def test_compile_compiles_the_dense_part(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("options", "compiled"), [(["--compile"], True), (["--no-compile"], False), ([], False)], ids=str)
+def test_compile_compiles_the_regions_of_the_dense_part(options, compiled, monkeypatch, tmp_path, capsys):
+    """Without the option, on a GPU alone."""
     from gdpa.models.base import DensePart
+    from gdpa.train import loop
 
     asked = []
-    monkeypatch.setattr(DensePart, "compile", lambda self, **options: asked.append(options))
-    run(tmp_path / "run", "--steps", "1", "--compile")
-    assert asked == [{"dynamic": True}]
+    monkeypatch.setattr(loop, "compile_regions", asked.append)
+    run(tmp_path / "run", "--steps", "1", *options)
+    assert [isinstance(module, DensePart) for module in asked] == [True] * compiled
+    assert (", compiled, " in capsys.readouterr().out) == compiled
 
 
 def test_the_backend_that_was_asked_for_computes_the_attention(tmp_path, losses):

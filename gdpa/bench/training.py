@@ -3,6 +3,7 @@
 The step is the trainer's own: forward, loss, backward, clipping, both optimisers, metrics. One model, one batch: the providers are set in
 it in turn, and before each turn the weights and the optimisers are those of the start.
 
+    set-up     the model, what lies between its attention calls compiled, which serves all providers alike
     gate       the gradient of the dense part at full size, against the first provider's that ran; past TOLERANCE it is wrong
     a turn     one untimed step; timed ones, queued without a wait between them, by the wall clock from idle to idle; and one whose
                attention calls are timed where they run, queued behind products that keep the device busy
@@ -39,6 +40,7 @@ from gdpa.bench.training_report import Report, Row, show
 from gdpa.data.schema import Batch
 from gdpa.errors import BackendUnavailable, GdpaError
 from gdpa.models import ClickModel
+from gdpa.nn.regions import compile_regions, plain_regions
 from gdpa.train import metrics
 from gdpa.train.command import MEDIAN_SHARE
 from gdpa.train.loop import STEP_FORWARDS, Loop
@@ -69,6 +71,7 @@ class Plan:
     providers: tuple[str, ...]
     device: torch.device
     bf16: bool
+    compile: bool = False
     batch: int | None = None
     seed: int = 0
     steps: int = STEPS
@@ -128,6 +131,7 @@ def plan_of(options: argparse.Namespace, device: torch.device, listed: Callable[
         providers=tuple(dict.fromkeys(providers)),
         device=device,
         bf16=bf16,
+        compile=gpu if options.compile is None else options.compile,
         batch=options.batch,
         seed=options.seed or 0,
         steps=options.steps or STEPS,
@@ -260,7 +264,25 @@ class Comparison:
             "parameters": summary.parameters,
             "step_flops": self.flops,
             "config": settings.config.to_dict(),
+            "compiled": self._compile(),
         }
+
+    def _compile(self) -> bool:
+        """Compile what lies between the attention's calls, if that is asked for and works; the rows say which."""
+        if not self.plan.compile:
+            return False
+        self.say(f"{self.name}: compiling what lies between the attention's calls")
+        compile_regions(self.model.dense)
+        failure = self._attempt(self._gradients)
+        if failure is not None:
+            plain_regions(self.model.dense)
+        for row in self.rows.values():
+            row.add_note("compiled between the attention's calls" if failure is None else f"not compiled: torch.compile {failure}")
+        self.model.zero_grad(set_to_none=True)
+        return failure is None
+
+    def _gradients(self) -> None:
+        metrics.log_losses(self.loop.logits(self.batch), self.batch.labels).mean().backward()
 
     def _gate_order(self) -> list[str]:
         """Plain PyTorch first: the others are held against it."""
@@ -303,7 +325,7 @@ class Comparison:
         self._restore()
         self.model.set_attention(attention)
         attention.begin(learn=True)
-        metrics.log_losses(self.loop.logits(self.batch), self.batch.labels).mean().backward()
+        self._gradients()
         gradients = {name: x.grad for name, x in self.model.dense_parameters() if x.grad is not None}
         row = self.rows[provider]
         if not all(bool(x.isfinite().all()) for x in gradients.values()):

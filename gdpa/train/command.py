@@ -102,7 +102,7 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         backend=options.backend,
         no_history=options.no_history,
         bf16=bf16,
-        compile=options.compile,
+        compile=device.type == "cuda" if options.compile is None else options.compile,
         parallel=options.parallel,
         log_every=options.log_every,
         checkpoint_every=options.checkpoint_every,
@@ -200,7 +200,7 @@ def _announce(settings: Settings, loop: Loop, options: argparse.Namespace, resum
     history = " without histories" if settings.no_history else ""
     lines = [
         f"{options.model} {options.preset}, {parameters:,} parameters, on {machine.device_name(world.device)}{ranks}, "
-        f"{'bf16' if settings.bf16 else 'fp32'}, threads: {torch.get_num_threads()}",
+        f"{'bf16' if settings.bf16 else 'fp32'}{', compiled' if settings.compile else ''}, threads: {torch.get_num_threads()}",
         f"data: {options.data}{history}, batches of {settings.batch_size}, seed {settings.seed}; writing to {loop.folder.path}",
     ]
     if resumed:

@@ -23,6 +23,7 @@ from gdpa.data.schema import Batch
 from gdpa.distributed.parallel import parallelize
 from gdpa.errors import GdpaError
 from gdpa.models import ClickModel, Table
+from gdpa.nn.regions import compile_regions
 from gdpa.train import metrics, state
 from gdpa.train.checkpoint import Checkpoints, check_same, read_state
 from gdpa.train.log import Log
@@ -71,7 +72,7 @@ class Loop:
         self.model = model
         self.wrapped = _parallel(model, settings, world)
         if settings.compile:
-            model.dense.compile(dynamic=True)
+            compile_regions(model.dense)
         self.updates = Updates(model.dense_parameters(), model.table_parameters(), settings.rates, world.group)
         self.checkpoints = Checkpoints(folder.checkpoints, settings.keep)
         self.step = 0
