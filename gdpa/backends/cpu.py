@@ -21,7 +21,8 @@ C keys:
 Folding the query heads of a key head into the rows makes grouped queries ordinary products. The operands are the caller's
 own memory where its precision and strides allow, else copies; results go from scratch memory to their rows.
 
-Batches of many short sequences go to gdpa/backends/cpu_short.py, where they share products.
+Sequences whose score matrices fit whole, without windows or groups, go to gdpa/backends/cpu_whole.py, at fewer calls to torch; batches
+of many short sequences to gdpa/backends/cpu_short.py, where they share products.
 
 Precision: bf16 and fp16 inputs are widened to fp32 when they are copied heads-first, and everything until the one
 rounding of each result is fp32 (float64 for float64, and for tiny fp32 sequences). Widening is also the fastest choice:
