@@ -25,7 +25,7 @@ from gdpa.data.schema import Batch, History, Schema
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.models import PRESETS, ClickModel, Config, KunlunConfig, config_from_dict
 from gdpa.models.config import EventConfig, InterFormerConfig
-from gdpa.models.sequences import ends, prepend
+from gdpa.models.sequences import end_rows, prepend
 from gdpa.models.windows import banded_attention, window_pairs
 
 NAMES = ("interformer", "kunlun")
@@ -550,8 +550,9 @@ class TestSequences:
         joined, offsets = prepend(values, torch.tensor([0, 2, 2, 6], dtype=torch.int32), tokens)
         assert joined.flatten().tolist() == [-1, -2, 0, 1, -3, -4, -5, -6, 2, 3, 4, 5]
         assert offsets.tolist() == [0, 4, 6, 12] and offsets.dtype == torch.int32
-        both = ends(joined, offsets, 2, 3).squeeze(-1).tolist()
-        assert both == [[-1, -2, 0, 0, 1], [-3, -4, 0, 0, 0], [-5, -6, 3, 4, 5]]
+        rows, there = end_rows(offsets, 2, 3)
+        assert rows.tolist() == [[0, 1, 0, 2, 3], [4, 5, 4, 4, 4], [6, 7, 9, 10, 11]]
+        assert there.tolist() == [[True, True, False, True, True], [True, True, False, False, False], [True] * 5]
 
 
 class TestConfigs:

@@ -24,7 +24,7 @@ from gdpa.data.schema import Schema
 from gdpa.models.base import ClickModel, DensePart
 from gdpa.models.blocks import FeatureTokens, Head, TokenMixer, carry, column_weight, event_columns, module_list, stream_dtype
 from gdpa.models.config import Gate, InterFormerConfig
-from gdpa.models.sequences import Events, ends, prepend
+from gdpa.models.sequences import Events, end_rows, prepend
 from gdpa.models.work import Part, linear_flops, part, pffn_flops, pma_flops, self_attention_flops
 from gdpa.nn import PFFN, PMA, RotaryTemporal, SelfAttention
 
@@ -55,7 +55,7 @@ class InterFormerDense(DensePart):
     nothing computed goes unread.
     """
 
-    regions = ("turns",)
+    regions = ("places",)
 
     def __init__(self, config: InterFormerConfig, schema: Schema, backend: str | None) -> None:
         super().__init__()
@@ -74,21 +74,22 @@ class InterFormerDense(DensePart):
         x = first = self.features(dense, sparse, sequences)
         context = self.condense[0](x)
         stream, offsets = prepend(self.encode(events), events.offsets, self.cls(context))
-        turns = self.turns(stream, offsets)
+        cos, sin, *ends = self.places(stream, offsets)
         for layer, advance in enumerate(self.advance):
             if layer:
                 context = self.condense[layer](x)
-            summary = self.summarise[layer](stream, offsets)
-            stream = advance(stream, offsets, turns, context)
+            summary = self.summarise[layer](stream, offsets, *ends)
+            stream = advance(stream, offsets, (cos, sin), context)
             x = self.interact[layer](x, summary)
-        logits: Tensor = self.head(x, first, self.summarise[-1](stream, offsets))
+        logits: Tensor = self.head(x, first, self.summarise[-1](stream, offsets, *ends))
         return logits
 
-    def turns(self, stream: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the rotary positions, which are those of every layer."""
-        rotary = self.advance[0].attend.rotary
+    def places(self, stream: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+        """What every layer needs to know of the sequences: the turns of the rotary positions, and where the ends are."""
+        rotary, summary = self.advance[0].attend.rotary, self.summarise[0]
         assert rotary is not None
-        return rotary.turns(stream.shape[0], offsets, None, stream.dtype)
+        turns = rotary.turns(stream.shape[0], offsets, None, stream.dtype)
+        return *turns, *end_rows(offsets, summary.first, summary.recent)
 
     def parts(self, lengths: Sequence[Tensor]) -> Iterator[Part]:
         batch, events = len(lengths[0]), int(lengths[0].sum())
@@ -199,12 +200,15 @@ class SequenceSummary(nn.Module):
             nn.init.eye_(self.pool.out.weight)
             nn.init.eye_(self.lift.weight)
 
-    def forward(self, stream: Tensor, offsets: Tensor) -> Tensor:
-        return self.finish(ends(stream, offsets, self.first, self.recent), self.pool.pooled(stream, offsets))
+    def forward(self, stream: Tensor, offsets: Tensor, rows: Tensor, there: Tensor) -> Tensor:
+        """rows and there are those of `end_rows`."""
+        ends = stream.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        return self.finish(ends, there, self.pool.pooled(stream, offsets))
 
-    def finish(self, events: Tensor, pooled: Tensor) -> Tensor:
-        """From the CLS tokens and recent events, and what the seeds found, to S_sum."""
-        joined = torch.cat((events, self.pool.out(pooled).to(events.dtype)), dim=1)
+    def finish(self, ends: Tensor, there: Tensor, pooled: Tensor) -> Tensor:
+        """From the CLS tokens and recent events, and what the seeds found, to S_sum; zeros where there are fewer events."""
+        ends = torch.where(there[..., None], ends, 0)
+        joined = torch.cat((ends, self.pool.out(pooled).to(ends.dtype)), dim=1)
         out: Tensor = self.gating(self.norm(self.lift(joined)))
         return out
 

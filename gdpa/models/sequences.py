@@ -99,13 +99,11 @@ class _Placed(torch.autograd.Function):
         return gradient.index_select(0, places), None
 
 
-def ends(values: Tensor, offsets: Tensor, first: int, last: int) -> Tensor:
-    """(B, first + last, width): the first `first` rows of each sequence, which all have them, and the last `last` of the others,
-    the newest at the end; zeros where there are fewer."""
+def end_rows(offsets: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Where the first `first` rows of each sequence are, which all have them, and the last `last` of the others, the newest at the end:
+    (B, first + last) rows, and whether there is one; where there is none, the row is the sequence's first."""
     starts, stops = offsets[:-1, None].long(), offsets[1:, None].long()
     newest = stops + torch.arange(-last, 0, device=offsets.device)
     there = newest >= starts + first
     rows = torch.cat((starts + torch.arange(first, device=offsets.device), torch.where(there, newest, starts)), dim=1)
-    found = values.index_select(0, rows.flatten()).unflatten(0, rows.shape)
-    keep = torch.cat((torch.ones_like(rows[:, :first], dtype=torch.bool), there), dim=1)
-    return torch.where(keep[..., None], found, 0)
+    return rows, torch.cat((torch.ones_like(rows[:, :first], dtype=torch.bool), there), dim=1)
