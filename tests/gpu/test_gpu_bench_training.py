@@ -12,7 +12,9 @@ def test_every_provider_of_the_training_step_runs_and_agrees(tmp_path: Path) -> 
     path = tmp_path / "rows.json"
     arguments = ["bench", "--suite", "train", "--device", "cuda", "--preset", "small", "--batch", "64", "--seconds", "1"]
     assert cli.main([*arguments, "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
+    data = json.loads(path.read_text())
+    assert [facts["compiled"] for facts in data["header"]["models"].values()] == [True, True], data["rows"][0]["note"]
+    rows = data["rows"]
     assert [row["provider"] for row in rows] == 2 * ["gdpa", "gdpa-triton", "eager", "compile", "varlen"]
     for row in rows:
         assert row["error"] is None, row

@@ -12,6 +12,7 @@ import gdpa.models
 from gdpa.data.schema import Batch
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.models import windows
+from gdpa.nn.regions import compile_regions
 
 BOTH = pytest.mark.parametrize("name", ["interformer", "kunlun"])
 
@@ -51,6 +52,25 @@ def test_a_step_waits_for_nothing(name: str) -> None:
             step(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@BOTH
+def test_compiled_regions_give_the_gradients_of_eager_mode(name: str) -> None:
+    """Under autocast, for two batches: what is compiled for the first must serve the second."""
+    clicks = SyntheticClicks(48)
+    torch.manual_seed(0)
+    plain = gdpa.models.build(name, "small", clicks.schema).cuda()
+    model = copy.deepcopy(plain)
+    assert compile_regions(model.dense) > 20
+    for batch in (clicks.batch(0).to("cuda"), clicks.batch(1).to("cuda")):
+        for one in (model, plain):
+            one.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = one(batch)
+            torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+        pairs = [(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)]
+        apart = sum((one - other).square().sum() for one, other in pairs) / sum(other.square().sum() for _, other in pairs)
+        assert float(apart) ** 0.5 < 0.03
 
 
 @BOTH

@@ -28,6 +28,7 @@ SMALL = [
     "128",
     "--checkpoint-every",
     "5",
+    "--no-compile",
 ]
 
 
@@ -41,8 +42,8 @@ def around_steps(monkeypatch: pytest.MonkeyPatch, wrapped: Callable[[Loop, Calla
     monkeypatch.setattr(Loop, "train_step", lambda self, *arguments: wrapped(self, lambda: train(self, *arguments)))
 
 
-@pytest.mark.parametrize("model", ["kunlun", "interformer"])
-def test_a_step_does_not_wait_for_the_gpu(model, monkeypatch, tmp_path):
+@pytest.mark.parametrize("options", [["kunlun"], ["interformer"], ["interformer", "--compile"]], ids=" ".join)
+def test_a_step_does_not_wait_for_the_gpu(options, monkeypatch, tmp_path):
     """From the third step on: the first ones compile kernels."""
     guarded = []
 
@@ -57,7 +58,7 @@ def test_a_step_does_not_wait_for_the_gpu(model, monkeypatch, tmp_path):
             torch.cuda.set_sync_debug_mode("default")
 
     around_steps(monkeypatch, step)
-    folder = run(tmp_path / "run", "--model", model, "--steps", "12")
+    folder = run(tmp_path / "run", "--steps", "12", "--model", *options)
     assert guarded == list(range(2, 12))
     assert all(math.isfinite(loss) for loss in logs.losses(folder / "log.jsonl"))
 
