@@ -87,18 +87,14 @@ class TestPlan:
 
 
 class TestRelay:
-    """Who passes what on to whom, as backward.find_relay and find_rank say; the kernel's own arithmetic, run as Python."""
+    """Who passes what on to whom, as relay.find_relay and find_rank say; the kernel's own arithmetic, run as Python."""
 
     @pytest.fixture
     def kernels(self, monkeypatch):
         """find_relay and find_rank as plain functions of numbers."""
         from types import SimpleNamespace
 
-        from gdpa.backends.hopper import backward
-
-        class Number(int):
-            def to(self, dtype):
-                return self
+        from gdpa.backends.hopper import relay
 
         def where(condition, x, y):
             return x if condition else y
@@ -106,15 +102,15 @@ class TestRelay:
         namespace = {
             "gl": SimpleNamespace(where=where, int64=None, int32=None, constexpr=None),
             "TILE": 128,
-            "RELAY": backward.RELAY,
+            "RELAY": relay.RELAY,
         }
         for name in ("first_step", "find_relay", "find_rank"):
-            source = inspect.getsource(getattr(backward, name).fn).replace("@gluon.jit\n", "")
+            source = inspect.getsource(getattr(relay, name).fn).replace("@gluon.jit\n", "")
             source = source.replace(
                 "(((here + 1).to(gl.int64) * count - 1) // steps).to(gl.int32)", "((here + 1) * count - 1) // steps"
             )
             exec(source, namespace)
-        return SimpleNamespace(**{name: namespace[name] for name in ("find_relay", "find_rank")}, relay=backward.RELAY)
+        return SimpleNamespace(**{name: namespace[name] for name in ("find_relay", "find_rank")}, relay=relay.RELAY)
 
     @pytest.mark.parametrize("rotating", [0, 132])
     @pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 32, 33])

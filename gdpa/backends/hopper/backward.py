@@ -32,27 +32,8 @@ When step i opens a tile, dV of the tile before is on its way out through the me
 dK leaves when both consumers are done with dQ(i - 1), through the memory of K, which has two slots. The first step of a program
 completes a tile that never was: its rows lie past the end of everything, so that nothing is written.
 
-dQ of a step sums over the tiles of its sequence, which different programs hold at about the same time. They pass it on through an fp32
-copy of dQ, the relay:
-
-    FIRST    stores its part in the copy
-    ADD      the copy engine adds to it
-    LAST     the copy comes back, is added, and the sum stored in dQ
-    ALONE    the tile holds all keys of its sequence: stored in dQ
-
-so that nothing is zeroed before or rounded after. A counter for each step of a query head says how many tiles have been there: ADD
-waits for one, or, where results must be the same every time, for all before it; LAST waits for all others. Tiles begin at different
-steps and go around: tile t of T at step t * steps / T, so each finds that the one before it was there a while ago. A tile then waits for
-tiles behind it in the list as well, whose programs must be running: the launch is cooperative, and no program has two tiles of such a
-sequence, whose tiles and heads are at most as many as there are programs (`rotating`). Longer sequences do not turn: all their tiles
-begin at step 0 and wait for those before them in the list.
-
-Dense sequences of two tiles and few queries are PAIRED: one program takes both tiles, one after the other, and waits for itself alone.
-
-Shared queries have one dQ for all sequences. There each program adds to a sum of its own.
-
-The fp32 copy has its columns in another order (`place`), which lets warps write it to shared memory without bank conflicts:
-columns 8a + 2b + c, c = 0, 1, which one thread holds, lie at 8a + 4c + b.
+`relay.py` is how dQ leaves: it sums over the tiles of a sequence, which different programs hold at about the same time. `tiles.py` is which
+tile a program takes, and what it must know of it.
 
     barrier                  opened by                                        for
     queries.full, d_out.full the copy engine                                  both consumers
@@ -78,178 +59,42 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gdpa.backends.hopper.compat import add_async, load_async, partition_barrier, reinterpret, store_async, store_wait
-from gdpa.backends.hopper.pipeline import (
-    RAGGED,
-    arrive,
-    await_count,
-    count_up,
-    join,
-    look_at,
-    new_barriers,
-    new_buffers,
-    pinned,
-    see_what_was_counted,
-    stores_done,
+from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
+from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
+from gdpa.backends.hopper.relay import NONE, find_relay, hand_over, reducer
+from gdpa.backends.hopper.tiles import (
+    DV_FACTOR,
+    FACTOR,
+    FIELDS,
+    HEAD,
+    INSIDE,
+    KEY_END,
+    KEY_ROW,
+    KEYS,
+    LAST_FROM,
+    NOTHING,
+    QUERIES,
+    ROWS,
+    START,
+    STEPS,
+    TILE,
+    block_count,
+    find_tile,
+    read,
+    read_float,
+    split,
+    tile_count,
+    turned,
+    write_note,
 )
 
-KEYS: gl.constexpr = gl.constexpr(64)  # of a consumer
-TILE: gl.constexpr = gl.constexpr(128)  # keys of a tile
-ROWS: gl.constexpr = gl.constexpr(64)  # queries of a step
-RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
-
-# Named barriers. Triton takes the lowest ones for its own partitions.
+# Named barriers; relay.DQ_FULL is 12 and 13. Triton takes the lowest ones for its own partitions.
 EMPTY: gl.constexpr = gl.constexpr(6)
 DS: gl.constexpr = gl.constexpr(8)
-DQ_FULL: gl.constexpr = gl.constexpr(12)
 TURN: gl.constexpr = gl.constexpr(14)
-# The threads that open them: both consumers' and the query producer's; one consumer's and a single warp's; both consumers'.
+# The threads that open them: both consumers' and the query producer's; both consumers'.
 ALL: gl.constexpr = gl.constexpr(288)
-PAIR: gl.constexpr = gl.constexpr(160)
 CONSUMERS: gl.constexpr = gl.constexpr(256)
-
-# The way of dQ.
-NONE: gl.constexpr = gl.constexpr(0)  # nobody asked for it
-STORE: gl.constexpr = gl.constexpr(1)  # every tile is ALONE
-RELAY: gl.constexpr = gl.constexpr(2)
-SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
-
-
-# What the producer tells the consumers of a tile, in shared memory. It looks it up while they are at the tile before; a record comes from
-# L2, several hundred cycles away, and they have no registers to spare for what they need at a tile's end alone.
-STEPS: gl.constexpr = gl.constexpr(0)
-LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 if ALONE
-KEY_END: gl.constexpr = gl.constexpr(2)  # the sequence's end among all keys,
-KEY_ROW: gl.constexpr = gl.constexpr(3)  # the tile's first key, as a row of a ragged descriptor,
-HEAD: gl.constexpr = gl.constexpr(4)  # and its head
-FACTOR: gl.constexpr = gl.constexpr(5)  # of dK and dQ; a float's bits, as the next two
-DV_FACTOR: gl.constexpr = gl.constexpr(6)
-INSIDE: gl.constexpr = gl.constexpr(7)  # of f', where the range of dS wants it
-QUERIES: gl.constexpr = gl.constexpr(8)
-START: gl.constexpr = gl.constexpr(9)  # the tile's first step
-NOTHING: gl.constexpr = gl.constexpr(10)  # 0, which the compiler does not know
-FIELDS: gl.constexpr = gl.constexpr(16)
-
-
-@gluon.jit
-def read(note, FIELD: gl.constexpr):
-    """One number of a note in shared memory: every thread reads it."""
-    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    numbers = note.load(layout)
-    return gl.sum(gl.where(gl.arange(0, FIELDS, layout) == FIELD, numbers, 0), 0)
-
-
-@gluon.jit
-def read_float(note, FIELD: gl.constexpr):
-    return read(note, FIELD).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def write_note(
-    note, steps, last_from, k_end, k_row, head, factor, dv_factor, inside, q_length, start, WARPS: gl.constexpr
-):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    field = gl.arange(0, FIELDS, layout)
-    numbers = gl.where(field == STEPS, steps, 0)
-    numbers = gl.where(field == LAST_FROM, last_from, numbers)
-    numbers = gl.where(field == KEY_END, k_end, numbers)
-    numbers = gl.where(field == KEY_ROW, k_row, numbers)
-    numbers = gl.where(field == HEAD, head, numbers)
-    numbers = gl.where(field == FACTOR, factor.to(gl.int32, bitcast=True), numbers)
-    numbers = gl.where(field == DV_FACTOR, dv_factor.to(gl.int32, bitcast=True), numbers)
-    numbers = gl.where(field == INSIDE, inside.to(gl.int32, bitcast=True), numbers)
-    numbers = gl.where(field == QUERIES, q_length, numbers)
-    numbers = gl.where(field == START, start, numbers)
-    note.store(numbers)
-
-
-@gluon.jit
-def tile_count(tiles, PAIRED: gl.constexpr):
-    """Of this program."""
-    if PAIRED:
-        return 2 * gl.cdiv(tiles // 2 - gl.program_id(0), gl.num_programs(0))
-    else:
-        return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
-
-
-@gluon.jit
-def find_tile(taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr):
-    """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
-    its queries, its tiles)."""
-    number = taken // 2 if PAIRED else taken
-    number = gl.program_id(0) + number * gl.num_programs(0)
-    head = number % KV_HEADS
-    entry = number // KV_HEADS
-    if PAIRED:
-        entry = entry * 2 + taken % 2
-    if HAS_LIST:
-        record = records_ptr + (entry + 1) * RECORD
-        k_start = gl.load(record)
-        k_length = gl.load(record + 1)
-        row = gl.load(record + 2)
-        q_start = gl.load(record + 3)
-        q_length = gl.load(record + 4)
-        sequence = gl.load(record + 5)
-        count = gl.load(record + 6)
-    else:
-        sequence = entry // k_tiles
-        row = (entry % k_tiles) * TILE
-        k_start = sequence * k_rows
-        k_length = k_rows
-        q_start = sequence * q_rows
-        q_length = q_rows
-        count = k_tiles
-    return head, sequence, k_start, k_length, row, q_start, q_length, count
-
-
-@gluon.jit
-def block_count(q_length):
-    """Steps for one query head. Keys without queries still have a step, of zeros, so that every tile passes through the stream alike."""
-    return gl.maximum(gl.cdiv(q_length, ROWS), 1)
-
-
-@gluon.jit
-def find_relay(row, q_length, count, steps, rotating, KV_HEADS: gl.constexpr, DQ: gl.constexpr):
-    """(the tile's first step, until when it is FIRST, from when on it is LAST), counted in steps since its first one."""
-    if DQ != RELAY:
-        return steps * 0, steps, steps * 0
-    number = row // TILE
-    rotates = count * KV_HEADS <= rotating
-    # Without queries there is nothing to pass on, and a step of nothing to store: ALONE.
-    count = gl.where(q_length > 0, count, 1)
-    number = gl.where(q_length > 0, number, 0)
-    turning = gl.where(rotates, number, 0)
-    tiles = gl.where(rotates, count, 1)
-    start = first_step(turning, tiles, steps)
-    first_until = gl.where(turning == tiles - 1, steps, first_step(turning + 1, tiles, steps)) - start
-    before = gl.where(turning == 0, first_step(tiles - 1, tiles, steps) - steps, first_step(turning - 1, tiles, steps))
-    last_from = steps - (start - before)
-    if not rotates:
-        first_until = gl.where(number == 0, steps, 0)
-        last_from = gl.where(number == count - 1, 0, steps)
-    return start, first_until, last_from
-
-
-@gluon.jit
-def first_step(number, count, steps):
-    """number * steps // count, without the large product."""
-    return number * (steps // count) + number * (steps % count) // count
-
-
-@gluon.jit
-def turned(step, start, steps):
-    """The step of the sequence that is the tile's own `step`."""
-    here = step + start
-    return gl.where(here >= steps, here - steps, here)
-
-
-@gluon.jit
-def split(step, blocks, GROUP: gl.constexpr):
-    """(query head of the group, block of its queries) of a sequence's step."""
-    if GROUP == 1:
-        return step * 0, step
-    else:
-        return step // blocks, step % blocks
 
 
 @gluon.jit
@@ -337,154 +182,6 @@ def query_producer(
                 d_out.memory.index(stage),
             )
             index += 1
-
-
-@gluon.jit
-def reducer(
-    dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WHO: gl.constexpr,
-):  # fmt: skip
-    if DQ == NONE:
-        tiles = 0
-    if WHO == 0 and tile_count(tiles, PAIRED) > 0:
-        for which in gl.static_range(2):
-            mbarrier.arrive(dq_empty.index(which), count=1)
-            join(DQ_FULL + which, PAIR)  # of the tile that never was
-    index = 0  # of the tile's first step in the stream
-    for taken in range(tile_count(tiles, PAIRED)):
-        head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
-        )
-        # Sequences cover as many 64s of rows as they have, and one more where one begins.
-        first_counter = q_start // ROWS + sequence
-        if Q_SHARED:
-            q_start = gl.program_id(0) * q_rows
-        blocks = block_count(q_length)
-        steps = blocks * GROUP
-        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
-        for step in range((index + WHO) & 1, steps, 2):
-            here = turned(step, start, steps)
-            in_group, block = split(here, blocks, GROUP)
-            q_head = head * GROUP + in_group
-            column = q_head * STRIDE_DQ
-            q_row = RAGGED - q_length + block * ROWS
-            is_first = step < first_until
-            is_last = step >= last_from
-            comes_back = is_last & (first_until < steps)
-            counter = counters_ptr + (first_counter + block) * (KV_HEADS * GROUP) + q_head
-            seen = 0
-            if DQ == RELAY:
-                seen = look_at(counter)
-            if index + step > 0:  # the other reducer's copies have left the staging memory
-                mbarrier.wait(dq_left.index(1 - WHO), ((index + step - 1) >> 1) & 1)
-            if DQ == RELAY:
-                if not comes_back:
-                    for which in gl.static_range(2):
-                        mbarrier.arrive(dq_empty.index(which), count=1)
-                needed = find_rank(row, count, here, steps, rotating, KV_HEADS) if ORDERED else 1
-                needed = gl.where(is_first, 0, gl.where(is_last, count - 1, needed))
-                if (seen < needed) & (first_until < steps):
-                    await_count(counter, needed)
-                if comes_back:
-                    see_what_was_counted()
-                    for which in gl.static_range(2):
-                        mbarrier.expect(partial.full.index(which), ROWS * (D // 2) * 4)
-                        load_async(
-                            copy_desc,
-                            [RAGGED, q_start + q_length, q_row, column + which * (D // 2)],
-                            partial.full.index(which),
-                            partial.memory.index(which),
-                        )
-                        mbarrier.arrive(dq_empty.index(which), count=1)
-            else:
-                for which in gl.static_range(2):
-                    mbarrier.arrive(dq_empty.index(which), count=1)
-            for which in gl.static_range(2):
-                join(DQ_FULL + which, PAIR)
-                where = [RAGGED, q_start + q_length, q_row, column + which * (D // 2)]
-                memory = partial.memory.index(which)
-                if DQ == SHARED:
-                    add_async(copy_desc, where, memory)
-                elif DQ == STORE:
-                    store_async(dq_desc, where, rounded_view(memory, dq_desc))
-                else:
-                    if is_last:
-                        store_async(dq_desc, where, rounded_view(memory, dq_desc))
-                    elif is_first:
-                        store_async(copy_desc, where, memory)
-                    else:
-                        see_what_was_counted()
-                        add_async(copy_desc, where, memory)
-            if DQ == SHARED and ORDERED:
-                stores_done()  # one addition after the other
-            store_wait(0)
-            mbarrier.arrive(dq_left.index(WHO), count=1)
-            if DQ == RELAY and not is_last:
-                stores_done()
-                count_up(counter)
-        index += steps
-
-
-@gluon.jit
-def find_rank(row, count, here, steps, rotating, KV_HEADS: gl.constexpr):
-    """How many tiles are at a step of the sequence before this one."""
-    number = row // TILE
-    first = (((here + 1).to(gl.int64) * count - 1) // steps).to(gl.int32)  # the tile that begins there, or did so last
-    rank = gl.where(first >= number, first - number, first - number + count)
-    return gl.where(count * KV_HEADS <= rotating, rank, number)
-
-
-@gluon.jit
-def rounded_view(memory, desc):
-    """The staging memory of dQ as its rounded values lie in it."""
-    layout: gl.constexpr = desc.layout
-    shape: gl.constexpr = [1, 1, memory.shape[2], memory.shape[3]]
-    return reinterpret(memory, desc.dtype, shape, layout)
-
-
-@gluon.jit
-def place(dq, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
-    """Columns in the order of the fp32 copy: neighbouring threads hold neighbouring values, as the matrix store of a warp wants them."""
-    return dq.reshape([ROWS_, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS_, COLUMNS])
-
-
-@gluon.jit
-def unplace(x, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
-    """The columns of the fp32 copy in dQ's order."""
-    return x.reshape([ROWS_, COLUMNS // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS_, COLUMNS])
-
-
-@gluon.jit
-def hand_over(
-    dq, factor, dq_desc, partial, hidden, dq_empty, phase, is_last, last_from, returned, DQ: gl.constexpr, WHICH: gl.constexpr
-):
-    """Lay this consumer's columns of dQ out for the reducer. Returns how many tiles of the fp32 copy have come back, modulo 2."""
-    mbarrier.wait(dq_empty.index(WHICH), phase)
-    memory = partial.memory.index(WHICH + hidden)
-    COLUMNS: gl.constexpr = memory.shape[3]
-    tile = memory.reshape([ROWS, COLUMNS])
-    rounded = rounded_view(memory, dq_desc).reshape([ROWS, COLUMNS])
-    dq = dq * factor
-    if DQ == SHARED:
-        tile.store(place(dq, ROWS, COLUMNS))
-    elif DQ == STORE:
-        rounded.store(dq.to(dq_desc.dtype))
-    else:
-        if is_last:
-            if last_from >= 0:  # not ALONE
-                partial.wait_full(WHICH, returned)
-                returned ^= 1
-                placed = place(dq, ROWS, COLUMNS)
-                came = tile.load(placed.type.layout)
-                dq = gl.convert_layout(unplace(placed + came, ROWS, COLUMNS), dq.type.layout, assert_trivial=True)
-                partition_barrier()  # before others' values are written where these lay
-            rounded.store(dq.to(dq_desc.dtype))
-        else:
-            tile.store(place(dq, ROWS, COLUMNS))
-    fence_async_shared()
-    arrive(DQ_FULL + WHICH, PAIR)
-    return returned
 
 
 @gluon.jit

@@ -10,8 +10,7 @@ from torch import Tensor
 from gdpa import schedule
 from gdpa.activations import Activation
 from gdpa.backends.gpu import example, multiprocessors, on_device, ragged_geometry, target_architecture
-from gdpa.backends.hopper import backward as kernels
-from gdpa.backends.hopper import partial
+from gdpa.backends.hopper import partial, relay
 from gdpa.backends.hopper.backward import backward_kernel
 from gdpa.backends.hopper.launch import OPTIONS, Recipe, descriptor, in_place, readable, start
 from gdpa.problem import Problem, describe
@@ -23,7 +22,7 @@ STEP_ROWS = 64  # queries of a step
 # or more. Elsewhere all of the device's do.
 FEWEST_MULTIPROCESSORS = 112
 
-NONE, STORE, RELAY, SHARED = (int(x.value) for x in (kernels.NONE, kernels.STORE, kernels.RELAY, kernels.SHARED))
+NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED))
 
 
 def way_of_dq(problem: Problem, needs_dq: bool) -> int:
@@ -35,9 +34,9 @@ def way_of_dq(problem: Problem, needs_dq: bool) -> int:
     return STORE if problem.key_side != "packed" and problem.key_rows <= TILE else RELAY
 
 
-# Two tiles of short sequences pass dQ on after two steps or three, too soon for programs that are not quite in step: 256 keys and
-# queries took 1.16 ms on an H200, where everything else left 0.9. The queries of a pair are few enough for what it reads twice to stay in
-# L2, and the pairs many enough to keep all programs busy.
+# Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
+# 1.13 to 1.22 ms so on an H200, 1.09 and 1.11 in pairs (in other runs). The queries of a pair are few enough for what it reads twice to
+# stay in L2, and the pairs many enough to keep all programs busy.
 MOST_PAIRED_QUERIES = 256
 LEAST_PAIRS = 4  # for each multiprocessor
 

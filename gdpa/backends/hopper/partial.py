@@ -61,6 +61,6 @@ def zero_unattended(
 
 
 def sum_programs(copy: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums of several programs (programs, rows, heads, D) -> (rows, heads, D), columns in dQ's order (backward.place)."""
+    """Sums of several programs (programs, rows, heads, D) -> (rows, heads, D), columns in dQ's order (relay.place)."""
     _, rows, heads, columns = copy.shape
     return copy.sum(0).view(rows, heads, columns // 8, 2, 4).transpose(-1, -2).reshape(rows, heads, columns).to(dtype)

@@ -52,7 +52,8 @@ def divide(x, NEVER: gl.constexpr):
 @gluon.jit
 def stores_done():
     """Wait until what the calling warp's copies wrote is there for the whole device. Their own wait is not enough: without the fence a
-    counter that is raised afterwards is seen before what they wrote. It takes about a microsecond."""
+    counter that is raised afterwards is seen before what they wrote. It is slow: one warp with it in every step had 0.61 of the floor
+    at 512 keys, and 0.70, with wrong sums, without it."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,0 +1,118 @@
+"""Which tiles of keys a program of the backward takes, the steps of each, and the note of it that its consumers read."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+KEYS: gl.constexpr = gl.constexpr(64)  # of a consumer
+TILE: gl.constexpr = gl.constexpr(128)  # keys of a tile
+ROWS: gl.constexpr = gl.constexpr(64)  # queries of a step
+RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
+
+
+# What the producer tells the consumers of a tile, in shared memory. It looks it up while they are at the tile before; a record comes from
+# L2, several hundred cycles away, and they have no registers to spare for what they need at a tile's end alone.
+STEPS: gl.constexpr = gl.constexpr(0)
+LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 if ALONE
+KEY_END: gl.constexpr = gl.constexpr(2)  # the sequence's end among all keys,
+KEY_ROW: gl.constexpr = gl.constexpr(3)  # the tile's first key, as a row of a ragged descriptor,
+HEAD: gl.constexpr = gl.constexpr(4)  # and its head
+FACTOR: gl.constexpr = gl.constexpr(5)  # of dK and dQ; a float's bits, as the next two
+DV_FACTOR: gl.constexpr = gl.constexpr(6)
+INSIDE: gl.constexpr = gl.constexpr(7)  # of f', where the range of dS wants it
+QUERIES: gl.constexpr = gl.constexpr(8)
+START: gl.constexpr = gl.constexpr(9)  # the tile's first step
+NOTHING: gl.constexpr = gl.constexpr(10)  # 0, which the compiler does not know
+FIELDS: gl.constexpr = gl.constexpr(16)
+
+
+@gluon.jit
+def read(note, FIELD: gl.constexpr):
+    """One number of a note in shared memory: every thread reads it."""
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    numbers = note.load(layout)
+    return gl.sum(gl.where(gl.arange(0, FIELDS, layout) == FIELD, numbers, 0), 0)
+
+
+@gluon.jit
+def read_float(note, FIELD: gl.constexpr):
+    return read(note, FIELD).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def write_note(
+    note, steps, last_from, k_end, k_row, head, factor, dv_factor, inside, q_length, start, WARPS: gl.constexpr
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    field = gl.arange(0, FIELDS, layout)
+    numbers = gl.where(field == STEPS, steps, 0)
+    numbers = gl.where(field == LAST_FROM, last_from, numbers)
+    numbers = gl.where(field == KEY_END, k_end, numbers)
+    numbers = gl.where(field == KEY_ROW, k_row, numbers)
+    numbers = gl.where(field == HEAD, head, numbers)
+    numbers = gl.where(field == FACTOR, factor.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == DV_FACTOR, dv_factor.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == INSIDE, inside.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == QUERIES, q_length, numbers)
+    numbers = gl.where(field == START, start, numbers)
+    note.store(numbers)
+
+
+@gluon.jit
+def tile_count(tiles, PAIRED: gl.constexpr):
+    """Of this program."""
+    if PAIRED:
+        return 2 * gl.cdiv(tiles // 2 - gl.program_id(0), gl.num_programs(0))
+    else:
+        return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def find_tile(taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr):
+    """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
+    its queries, its tiles)."""
+    number = taken // 2 if PAIRED else taken
+    number = gl.program_id(0) + number * gl.num_programs(0)
+    head = number % KV_HEADS
+    entry = number // KV_HEADS
+    if PAIRED:
+        entry = entry * 2 + taken % 2
+    if HAS_LIST:
+        record = records_ptr + (entry + 1) * RECORD
+        k_start = gl.load(record)
+        k_length = gl.load(record + 1)
+        row = gl.load(record + 2)
+        q_start = gl.load(record + 3)
+        q_length = gl.load(record + 4)
+        sequence = gl.load(record + 5)
+        count = gl.load(record + 6)
+    else:
+        sequence = entry // k_tiles
+        row = (entry % k_tiles) * TILE
+        k_start = sequence * k_rows
+        k_length = k_rows
+        q_start = sequence * q_rows
+        q_length = q_rows
+        count = k_tiles
+    return head, sequence, k_start, k_length, row, q_start, q_length, count
+
+
+@gluon.jit
+def block_count(q_length):
+    """Steps for one query head. Keys without queries still have a step, of zeros, so that every tile passes through the stream alike."""
+    return gl.maximum(gl.cdiv(q_length, ROWS), 1)
+
+
+@gluon.jit
+def turned(step, start, steps):
+    """The step of the sequence that is the tile's own `step`."""
+    here = step + start
+    return gl.where(here >= steps, here - steps, here)
+
+
+@gluon.jit
+def split(step, blocks, GROUP: gl.constexpr):
+    """(query head of the group, block of its queries) of a sequence's step."""
+    if GROUP == 1:
+        return step * 0, step
+    else:
+        return step // blocks, step % blocks
