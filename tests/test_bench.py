@@ -1,10 +1,9 @@
-"""The benchmark's arithmetic against hand-computed values, its timing and its gate, on tiny cases."""
+"""The benchmark's arithmetic against hand-computed values, its gate and its rows, on tiny cases."""
 
 import json
 import math
 import os
 import subprocess
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from gdpa.bench import extras, fresh, gate, plain, providers, run, timing
 from gdpa.bench.cases import FULL, MODES, SUITES, Case, Size, build, chosen
 from gdpa.bench.plain import Eager
-from gdpa.bench.providers import Call, Gdpa, Provider
+from gdpa.bench.providers import Gdpa, Provider
 from gdpa.bench.report import Report
 from gdpa.data import traffic
 from gdpa.numerics import Results
@@ -157,105 +156,7 @@ def test_a_case_draws_the_same_data_again_and_another_seed_other_data(case):
     assert not torch.equal(first.inputs.k.flatten()[:8], other.inputs.k.flatten()[:8])
 
 
-# Timing
-
-
-def test_median_spread_and_noise_are_those_of_the_samples():
-    samples = timing.Samples([1.0, 2.0, 3.0, 4.0, 10.0])
-    assert samples.median == 3
-    assert samples.spread == pytest.approx((4 - 2) / 3)
-    assert samples.noise is None
-    assert timing.Samples([5.0]).spread is None
-    assert timing.Samples([10.0, 11.0] * 3).noise == pytest.approx(1 / 10.5)
-
-
-def test_the_order_of_a_round_is_drawn_anew_and_the_same_in_every_run():
-    """Whoever comes after the same one each time would inherit its clocks."""
-
-    def orders() -> list[str]:
-        order: list[str] = []
-        tasks = {name: _recording(name, order) for name in "abcd"}
-        timing.interleaved(tasks, CPU, timing.Effort(60.0, least_rounds=12, most_rounds=12))
-        return ["".join(order[start : start + 4]) for start in range(4, len(order), 4)]
-
-    first = orders()
-    assert first == orders()
-    before_b = {each[each.index("b") - 1] for each in first if each.index("b")}
-    assert before_b == {"a", "c", "d"}
-
-
-def test_rounds_interleave_the_providers():
-    order = []
-    tasks = {name: _recording(name, order) for name in "abc"}
-    samples = timing.interleaved(tasks, CPU, timing.Effort(60.0, least_rounds=3, most_rounds=3))
-    rounds = ["".join(order[start : start + 3]) for start in range(0, len(order), 3)]
-    assert rounds[0] == "abc"  # the warm-up
-    assert all(sorted(each) == ["a", "b", "c"] for each in rounds[1:])
-    assert len(rounds) == 4
-    assert all(len(sample.ms) == 3 for sample in samples.values())
-
-
-def test_a_provider_that_uses_up_the_time_by_itself_is_measured_once():
-    order = []
-    tasks = {"quick": _recording("q", order), "slow": _recording("s", order, 0.1), "rate": _recording("r", order, 0.1)}
-    samples = timing.interleaved(tasks, CPU, timing.Effort(0.08, least_rounds=4, most_rounds=4), always=("rate",))
-    assert [len(samples[name].ms) for name in tasks] == [4, 1, 4]
-
-
-def test_a_task_that_fails_while_it_is_timed_leaves_the_rotation():
-    turns = iter(range(100))
-
-    def work():
-        if next(turns) >= 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    tasks = {"flaky": timing.Task(lambda repeats: work), "steady": _recording("s", [])}
-    samples = timing.interleaved(tasks, CPU, timing.Effort(60.0, least_rounds=2, most_rounds=2))
-    assert samples["flaky"].failure == "out of memory"
-    assert samples["steady"].failure is None
-    assert len(samples["steady"].ms) == 2
-
-
-def _recording(name, order, seconds=0.0):
-    def work():
-        order.append(name)
-        time.sleep(seconds)
-
-    return timing.Task(lambda repeats: work)
-
-
-@pytest.mark.parametrize(("ms", "repeats"), [(5.0, 1), (0.2, 1), (0.19, 3), (0.1, 5), (0.01, 8), (0.0, 8)])
-def test_short_calls_are_repeated_between_the_events(ms, repeats):
-    assert timing.repeats_for(ms) == repeats
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_task_times_its_mode_and_nothing_else(mode):
-    """Backward runs its forward in the set-up; both runs it in the timed part."""
-    seen = []
-    leaf = torch.ones(3, requires_grad=True)
-
-    def forward():
-        seen.append(torch.is_grad_enabled())
-        return leaf * 2
-
-    work = timing.task_of(Call((leaf,) * 3, forward), mode, torch.ones(3)).setup(2)
-    assert seen == ([True] if mode == "backward" else [])
-    work()
-    work()
-    assert seen == {"forward": [False, False], "backward": [True], "both": [True, True]}[mode]
-
-
-def test_the_rates_are_those_of_the_matmul_and_the_copy(monkeypatch):
-    monkeypatch.setitem(timing.HARDWARE_SIZES, "cpu", (1024, 2**26))
-    hardware = timing.Hardware.of(CPU, torch.float32)
-    samples = {"matmul": timing.Samples([2.0]), "copy": timing.Samples([4.0])}
-    rate, bandwidth = hardware.rates(samples)
-    assert rate == pytest.approx(2 * 1024**3 / 2e-3)
-    assert bandwidth == pytest.approx(2 * 2**26 / 4e-3)
-    broken = timing.Hardware.of(CPU, torch.float32, products=False)
-    assert list(broken.tasks) == ["copy"]
-    assert broken.rates({"copy": timing.Samples([4.0])}) is None
+# Memory
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the system keeps no high-water mark to set back")
@@ -430,6 +331,32 @@ def test_a_run_gives_a_row_for_every_case_mode_activation_and_provider():
     assert len(results.rates) == len(EVERY) * 2 * len(MODES)
 
 
+def test_rows_and_header_have_both_matmuls_and_the_floor_is_of_the_one_between_the_kernels(monkeypatch):
+    """With a GPU's samples stood in for: 2 ms between the kernels, 1 ms by itself."""
+    hardware = timing.Hardware(timing.Task(lambda _: None), timing.Task(lambda _: None), 8e9, 6e12, fills=True)
+    samples = {"gdpa-cpu": timing.Samples([4.0], [2.0]), "matmul": timing.Samples([1.0]), "copy": timing.Samples([3.0])}
+    monkeypatch.setattr(timing.Hardware, "of", lambda *_, **__: hardware)
+    monkeypatch.setattr(timing, "interleaved", lambda *_, **__: samples)
+    results = Report({})
+    run.run(plan(Gdpa("cpu"), modes=("forward",)), results)
+    (row,) = results.rows
+    assert (row.R, row.R_rested) == (4.0, 8.0)
+    assert row.floor_ms == pytest.approx(SELF.flops("forward") / 4e12 * 1e3)
+    assert row.fraction_of_floor == pytest.approx(row.tflops / row.R)
+    header = results.as_json()["header"]
+    assert (header["R"]["median"], header["R_rested"]["median"], header["W"]["median"]) == (4.0, 8.0, 2000.0)
+
+
+def test_on_a_cpu_r_is_the_matmuls_own():
+    results = Report({})
+    run.run(plan(Gdpa("cpu"), modes=("forward",)), results)
+    (row,) = results.rows
+    header = results.as_json()["header"]
+    assert header["R"]["median"] == pytest.approx(row.R)
+    assert row.R_rested is None
+    assert header["R_rested"] is None
+
+
 def test_a_row_whose_rounds_disagree_is_marked_noisy(monkeypatch):
     monkeypatch.setattr(timing.Samples, "noise", property(lambda self: 0.04))
     results = Report({})
@@ -527,74 +454,3 @@ def test_the_schedule_is_built_anew_every_time(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: kept.append(real(self)) or kept[-1])
     extras.schedule_row(build(PMA, "gelu", torch.float32, CPU), Report({}))
     assert len(set(seen)) == len(seen) == extras.SCHEDULE_ROUNDS
-
-
-# What runs on a GPU only, with the device stood in for: the order of what is queued, and the arithmetic.
-
-GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A log of what the host asks of the device; an event's time is its place in it."""
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.place = len(log)
-            log.append("event")
-
-        def synchronize(self):
-            log.append("wait")
-
-        def elapsed_time(self, other):
-            return float(other.place - self.place - 1)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append("synchronize"))
-    return log
-
-
-def test_events_stand_around_the_timed_calls_alone(gpu):
-    ms = timing.clock(lambda: gpu.append("call"), GPU, repeats=3, filler=lambda: gpu.append("filler"))
-    assert gpu == ["filler", "event", "call", "call", "call", "event", "wait"]
-    assert ms == pytest.approx(3 / 3)
-
-
-def test_on_a_gpu_an_untimed_call_and_a_filler_go_before_each_timed_one(gpu):
-    task = timing.Task(lambda repeats: lambda: gpu.append("call"))
-    effort = timing.Effort(60.0, least_rounds=1, most_rounds=1)
-    samples = timing.interleaved({"a": task}, GPU, effort, filler=lambda: gpu.append("filler"))
-    assert gpu == ["event", "call", "event", "wait", "call", "filler", "event", "call", "event", "wait"]
-    assert samples["a"].ms == [1.0]
-
-
-def test_short_calls_are_repeated_in_the_rounds(gpu, monkeypatch):
-    monkeypatch.setattr(timing, "repeats_for", lambda ms: 4)
-    seen = []
-    task = timing.Task(lambda repeats: seen.append(repeats) or (lambda: gpu.append("call")))
-    timing.interleaved({"a": task}, GPU, timing.Effort(60.0, least_rounds=1, most_rounds=1))
-    assert seen == [1, 1, 4]  # the warm-up, the untimed call, the timed ones
-    assert gpu.count("call") == 1 + 1 + 4
-
-
-def test_the_hosts_time_is_measured_with_an_empty_queue(gpu):
-    task = timing.Task(lambda repeats: gpu.append("set-up") or (lambda: gpu.append("call")))
-    us = timing.host_us(task, GPU, ms=50.0)
-    assert gpu == ["set-up", "synchronize", "call"] * 3 + ["synchronize"]  # few of them, since they are long
-    assert us > 0
-    gpu.clear()
-    timing.host_us(task, GPU, ms=0.1)
-    assert gpu.count("call") == timing.HOST_CALLS
-
-
-def test_the_gpus_peak_is_what_a_call_adds(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: gpu.append("reset"))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
-    call = Call((torch.zeros(1),) * 3, lambda: gpu.append("call") or torch.zeros(1))
-    assert timing.gpu_peak_bytes(call, "forward", torch.zeros(1)) == 250
-    assert gpu == ["synchronize", "reset", "call", "synchronize"]

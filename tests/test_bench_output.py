@@ -17,12 +17,13 @@ from gdpa.bench import command, compare, machine, page, plot, report, run, table
 from gdpa.bench.cases import FULL, GPU_SIZE, Case, Size
 from gdpa.bench.providers import NAMES, Gdpa
 from gdpa.bench.report import Report, Row
+from gdpa.bench.timing import Rates
 from gdpa.errors import GdpaError
 
 CPU = torch.device("cpu")
 KEYS = [
-    "case", "mode", "activation", "provider", "ms", "spread", "tflops", "floor_ms", "fraction_of_floor", "host_us",
-    "peak_bytes", "error", "note",
+    "case", "mode", "activation", "provider", "ms", "spread", "tflops", "floor_ms", "fraction_of_floor", "R", "R_rested",
+    "host_us", "peak_bytes", "error", "note",
 ]  # fmt: skip
 
 
@@ -74,9 +75,10 @@ def test_lists_beside_the_rows_are_there_where_they_were_asked_for(tmp_path):
 
 
 def test_the_header_has_the_range_of_the_rates():
-    results = Report(head(), rates=[(2e12, 1e12), (4e12, 3e12), (3e12, 2e12)])
+    results = Report(head(), rates=[Rates(2e12, 1e12, 5e12), Rates(4e12, 3e12, 7e12), Rates(3e12, 2e12, 6e12)])
     header = results.as_json()["header"]
     assert header["R"] == {"median": 3.0, "lowest": 2.0, "highest": 4.0, "unit": "TFLOP/s"}
+    assert header["R_rested"] == {"median": 6.0, "lowest": 5.0, "highest": 7.0, "unit": "TFLOP/s"}
     assert header["W"] == {"median": 2.0, "lowest": 1.0, "highest": 3.0, "unit": "TB/s"}
 
 
@@ -154,12 +156,34 @@ def test_resuming_keeps_the_rows_with_a_figure_and_tries_the_others_again(tmp_pa
 
 def test_resuming_keeps_the_range_of_the_rates(tmp_path):
     path = tmp_path / "rows.json"
-    Report(head(), [row()], rates=[(2e12, 1e12), (4e12, 3e12), (3e12, 2e12)]).write(path)
+    Report(head(), [row()], rates=[Rates(2e12, 1e12, 5e12), Rates(4e12, 3e12, 7e12), Rates(3e12, 2e12, 6e12)]).write(path)
     results = report.resume(path, head())
-    results.rates.append((5e12, 1.5e12))
+    results.rates.append(Rates(5e12, 1.5e12, 8e12))
     header = results.as_json()["header"]
     assert (header["R"]["lowest"], header["R"]["highest"]) == (2.0, 5.0)
+    assert (header["R_rested"]["lowest"], header["R_rested"]["highest"]) == (5.0, 8.0)
     assert (header["W"]["lowest"], header["W"]["highest"]) == (1.0, 3.0)
+
+
+def older(results):
+    """A run's data as they were before there were two R."""
+    data = results.as_json()
+    data["header"].pop("R_rested", None)
+    rows = [{key: value for key, value in found.items() if key not in ("R", "R_rested")} for found in data["rows"]]
+    return data | {"rows": rows}
+
+
+def test_a_file_from_before_there_were_two_r_is_read(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(older(Report(head(), [row()], rates=[Rates(2e12, 1e12)]))))
+    assert "R_rested" not in path.read_text()
+    (found,) = report.load(path, "--show")["rows"]
+    assert Row.of(found) == row()
+    results = report.resume(path, head())
+    assert results.rows == [row()]
+    assert results.rates == [Rates(2e12, 1e12)] * 3
+    assert text_of(lambda console: tables.show(command._loaded(path), console)).count("R_rested") == 0
+    assert "R</td><td>2 TFLOP/s" in page.page(command._loaded(path))
 
 
 def test_resuming_without_a_file_is_a_new_run(tmp_path):
@@ -220,6 +244,22 @@ def test_a_comparison_goes_by_the_floor_and_else_by_time(tmp_path, after, status
     assert word in text
 
 
+def test_rows_whose_r_was_measured_in_another_way_are_compared_by_time(tmp_path):
+    """By the fraction of the floor the new one would be faster by a fifth."""
+    between = row(ms=2.0, fraction=0.6, R=700.0, R_rested=840.0)
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(older(Report(head(), [row(ms=2.0, fraction=0.5)]))))
+    Report(head(), [between]).write(after)
+    console = Console(width=130, file=io.StringIO())
+    assert compare.compare(before, after, 0.05, console) == 0
+    text = console.file.getvalue()
+    assert "same" in text
+    assert "0.50 -> 0.60" not in text
+    assert "by time: 1 of the rows" in text
+    code, text = compared(tmp_path, [between], [row(ms=2.0, fraction=0.5, R=580.0, R_rested=840.0)])
+    assert (code, "0.60 -> 0.50" in text, "by time" in text) == (1, True, False)
+
+
 def test_a_threshold_decides_and_rows_of_one_file_are_listed(tmp_path):
     before = [row(), row("eager", case="self-8")]
     after = [row(fraction=0.4), row("fa3", case="self-9")]
@@ -255,6 +295,22 @@ def test_the_table_shows_ratios_sizes_and_notes_within_80_columns():
     assert "gdpa-triton: there is no GPU" in text
     assert "batch 3, 2 heads, dimension 8" in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize("rested", [None, 8e12], ids=["one R", "two"])
+def test_table_and_page_say_which_matmul_the_floor_uses(rested):
+    results = Report(head(), [row()], rates=[Rates(4e12, 1e12, rested)])
+    texts = [
+        text_of(lambda console: tables.show(results, console), width=300),
+        re.sub("&#x27;", "'", page.page(results)),
+        text_of(lambda console: command._show_rates(results, console)),
+    ]
+    assert all("timed in the same rounds" in text for text in texts[:2])
+    said = ["R_rested that of the matmul by itself, which the floor does not use"] * 2 + [
+        "R_rested, the matmul by itself: 8 TFLOP/s"
+    ]
+    assert [wanted in text for wanted, text in zip(said, texts, strict=True)] == [rested is not None] * 3
+    assert ("R_rested</td><td>8 TFLOP/s (8 to 8" in texts[1]) == (rested is not None)
 
 
 def test_columns_that_nobody_fills_are_left_out():

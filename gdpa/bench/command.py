@@ -21,7 +21,7 @@ from gdpa.bench import cases, compare, machine, providers, tables, training_repo
 from gdpa.bench import run as bench_run
 from gdpa.bench.cases import MODES, SUITES, Mode
 from gdpa.bench.providers import check_choice
-from gdpa.bench.report import KEYS, Report, Row, load, resume
+from gdpa.bench.report import Report, Row, load, resume
 from gdpa.bench.timing import Effort
 from gdpa.errors import GdpaError
 
@@ -178,6 +178,7 @@ def _header(plan: bench_run.Plan, options: argparse.Namespace) -> dict[str, Any]
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": None,
         "R": None,
+        "R_rested": None,
         "W": None,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "batch": first.batch,
@@ -201,15 +202,16 @@ def _writable(option: str, path: Path) -> Path:
 
 def _loaded(path: Path) -> Report:
     data = load(path, "--show")
-    rows = [Row(**{key: row[key] for key in KEYS}) for row in data["rows"]]
+    rows = [Row.of(row) for row in data["rows"]]
     return Report(data["header"], rows, **{name: data.get(name, []) for name in ("cold", "graph", "schedule")})
 
 
 def _show_rates(results: Report, console: Console) -> None:
     head = results.as_json()["header"]
-    for name, what in (("R", "matmul"), ("W", "copy")):
+    matmul = "the matmuls between the kernels" if head.get("R_rested") else "the matmul in the same rounds"
+    for name, what in (("R", matmul), ("R_rested", "the matmul by itself"), ("W", "the copy in the same rounds")):
         if head.get(name):
-            console.print(f"[dim]{name}, the {what} in the same rounds: {tables.rate(head[name])}[/dim]")
+            console.print(f"[dim]{name}, {what}: {tables.rate(head[name])}[/dim]")
 
 
 def _pictures(results: Report, outputs: dict[str, Path], console: Console) -> None:

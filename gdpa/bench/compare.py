@@ -18,13 +18,19 @@ Key = tuple[str, str, str, str]
 
 
 def speedup(old: dict[str, Any], new: dict[str, Any]) -> float | None:
-    """How many times as fast the new row is: by the fraction of the floor where both have one, since the machine's own speed
-    differs between runs, else by time. None where either has no figure."""
+    """How many times as fast the new row is: by the fraction of the floor where both have one of the same kind, since the machine's
+    own speed differs between runs, else by time. None where either has no figure."""
     if old["ms"] is None or new["ms"] is None:
         return None
-    if old["fraction_of_floor"] and new["fraction_of_floor"]:
+    if old["fraction_of_floor"] and new["fraction_of_floor"] and same_floor(old, new):
         return float(new["fraction_of_floor"] / old["fraction_of_floor"])
     return float(old["ms"] / new["ms"])
+
+
+def same_floor(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether the R of both is measured alike: a row that has R_rested too has the R of matmuls between the kernels, others have
+    that of a matmul by itself."""
+    return (old.get("R_rested") is None) == (new.get("R_rested") is None)
 
 
 def compare(before: Path, after: Path, threshold: float, console: Console) -> int:
@@ -49,11 +55,17 @@ def compare(before: Path, after: Path, threshold: float, console: Console) -> in
         if word == "slower":
             slower.append(key)
         floors = [row["fraction_of_floor"] for row in (before_row, after_row)]
-        shares = "" if None in floors else f"{floors[0]:.2f} -> {floors[1]:.2f}"
+        comparable = None not in floors and same_floor(before_row, after_row)
+        shares = f"{floors[0]:.2f} -> {floors[1]:.2f}" if comparable else ""
         times = duration(before_row["ms"]), duration(after_row["ms"])
         table.add_row(*key[:3], label(key[3]), *times, shares, f"{ratio - 1:+.1%}", word, style=style)
     if table.row_count:
         console.print(table)
+    by_time = sum(ratio is not None and not same_floor(old[key], new[key]) for key, ratio in rows)
+    if by_time:
+        console.print(
+            f"by time: {by_time} of the rows, since R is of matmuls between the kernels in one file, of a lone one in the other"
+        )
     for key in lost:
         console.print(f"no figure any more: {_text(key)}: {new[key]['note']}", style="red", markup=False)
     for file, keys in ((before, [k for k in old if k not in new]), (after, [k for k in new if k not in old])):

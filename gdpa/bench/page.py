@@ -13,7 +13,7 @@ from gdpa.bench import plot
 from gdpa.bench.cases import MODES
 from gdpa.bench.providers import NAMES, label
 from gdpa.bench.report import EXTRAS, Report, Row
-from gdpa.bench.tables import LEGEND, describe, duration, rate, size
+from gdpa.bench.tables import describe, duration, legend, rate, size
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1280px; padding: 0 1rem; }
@@ -54,7 +54,7 @@ def page(report: Report) -> str:
     for name in EXTRAS:
         if data.get(name):
             parts.append(f"<h2>{name}</h2>{_plain_table(data[name])}")
-    parts.append(f'<p class="legend">{"<br>".join(map(escape, LEGEND.values()))}</p>')
+    parts.append(f'<p class="legend">{"<br>".join(map(escape, legend(report).values()))}</p>')
     parts.append(f"<h2>where this comes from</h2>{_facts(data['header'])}</body></html>")
     return "\n".join(parts) + "\n"
 
@@ -89,7 +89,7 @@ def _facts(header: dict[str, Any]) -> str:
     for name, value in header.items():
         if name == "cases" or value is None:
             continue
-        if name in ("R", "W"):
+        if name in ("R", "R_rested", "W"):
             value = rate(value)
         elif name == "clocks":
             value = _clocks(value)

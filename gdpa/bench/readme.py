@@ -212,7 +212,7 @@ def header_lines(data: Data) -> str:
         f"commit {head['commit']}",
         ", ".join(f"{name} {version}" for name, version in head["versions"].items() if version is not None),
     ]
-    facts += [f"{name} {rate(head[name])}" for name in ("R", "W") if head.get(name)]
+    facts += [f"{name} {rate(head[name])}" for name in ("R", "R_rested", "W") if head.get(name)]
     return "; ".join(facts) + "."
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from gdpa.bench.cases import MODES
 from gdpa.bench.providers import NAMES
+from gdpa.bench.timing import Rates
 from gdpa.errors import GdpaError
 
 # Lists beside the rows, in the file where they were asked for.
@@ -30,6 +31,8 @@ class Row:
     tflops: float | None = None
     floor_ms: float | None = None
     fraction_of_floor: float | None = None
+    R: float | None = None  # TFLOP/s of the matmul that the floor rests on, in the row's own rounds
+    R_rested: float | None = None  # the same matmul's by itself, where R is of those between the kernels
     host_us: float | None = None
     peak_bytes: int | None = None
     error: float | None = None  # relative, in the Frobenius norm, against the float64 oracle: the worst tensor's
@@ -48,6 +51,11 @@ class Row:
         """No figure, for this reason."""
         self.note, self.failed = reason, not reason.startswith("out of memory")
 
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Row:
+        """From a row of a file that `load` has accepted."""
+        return cls(**{key: facts[key] for key in KEYS if key in facts})
+
     def as_json(self) -> dict[str, Any]:
         row = asdict(self)
         del row["failed"]
@@ -55,6 +63,8 @@ class Row:
 
 
 KEYS = tuple(f.name for f in fields(Row) if f.name != "failed")
+# Files that were written before rows had these are read too.
+LATER_KEYS = ("R", "R_rested")
 
 
 @dataclass
@@ -64,7 +74,7 @@ class Report:
     cold: list[dict[str, Any]] = field(default_factory=list)
     graph: list[dict[str, Any]] = field(default_factory=list)
     schedule: list[dict[str, Any]] = field(default_factory=list)
-    rates: list[tuple[float, float]] = field(default_factory=list)  # (R, W) of every group of rounds
+    rates: list[Rates] = field(default_factory=list)  # of every group of rounds
 
     def add(self, row: Row) -> None:
         """One row per (case, mode, activation, provider): a new one takes the place of an older one."""
@@ -93,8 +103,10 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         header = dict(self.header)
         if self.rates:
-            header["R"] = _range([rate / 1e12 for rate, _ in self.rates], "TFLOP/s")
-            header["W"] = _range([bandwidth / 1e12 for _, bandwidth in self.rates], "TB/s")
+            rested = [rates.rested / 1e12 for rates in self.rates if rates.rested is not None]
+            header["R"] = _range([rates.matmul / 1e12 for rates in self.rates], "TFLOP/s")
+            header["R_rested"] = _range(rested, "TFLOP/s") if rested else None
+            header["W"] = _range([rates.bandwidth / 1e12 for rates in self.rates], "TB/s")
         data: dict[str, Any] = {"header": header, "rows": [row.as_json() for row in self.rows]}
         return data | {name: getattr(self, name) for name in EXTRAS if getattr(self, name)}
 
@@ -126,7 +138,7 @@ def load(path: Path, argument: str) -> dict[str, Any]:
     if not isinstance(rows, list) or not isinstance(data.get("header"), dict):
         raise GdpaError(f"{argument}: expected a file of gdpa bench, {{header, rows}}, got {path}")
     for row in rows:
-        if not isinstance(row, dict) or not set(KEYS) <= set(row):
+        if not isinstance(row, dict) or not set(KEYS) - set(LATER_KEYS) <= set(row):
             raise GdpaError(f"{argument}: expected rows with {', '.join(KEYS)}, got {path}")
     return data
 
@@ -144,12 +156,15 @@ def resume(path: Path, header: dict[str, Any]) -> Report:
         old, new = data["header"].get(name), header[name]
         if old != new:
             raise GdpaError(f"--resume: expected {path} to hold {name} {new!r} as this run, got {old!r}; give another --json file")
-    rows = [Row(**{key: row[key] for key in KEYS}) for row in data["rows"] if row["ms"] is not None]
+    rows = [Row.of(row) for row in data["rows"] if row["ms"] is not None]
     kept = {name: data.get(name, []) for name in EXTRAS}
     commands = f"{data['header'].get('command')}; then {header['command']}"
     result = Report({**header, "command": commands, "cases": data["header"].get("cases", {})}, rows, **kept)
-    rate, bandwidth = data["header"].get("R"), data["header"].get("W")
-    if rate and bandwidth:
+    matmul, bandwidth, rested = (data["header"].get(name) for name in ("R", "W", "R_rested"))
+    if matmul and bandwidth:
         # The file has the range of the earlier rounds, not each of them.
-        result.rates = [(rate[name] * 1e12, bandwidth[name] * 1e12) for name in ("lowest", "median", "highest")]
+        result.rates = [
+            Rates(matmul[name] * 1e12, bandwidth[name] * 1e12, rested[name] * 1e12 if rested else None)
+            for name in ("lowest", "median", "highest")
+        ]
     return result

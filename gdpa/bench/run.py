@@ -197,7 +197,7 @@ class Run:
                 row.add_note(f"over gdpa's error budget: {', '.join(verdict.name for verdict in over)}")
         return row
 
-    def _fill(self, row: Row, case: Case, mode: Mode, samples: timing.Samples, rates: tuple[float, float] | None) -> None:
+    def _fill(self, row: Row, case: Case, mode: Mode, samples: timing.Samples, rates: timing.Rates | None) -> None:
         if samples.failure is not None:
             row.fail(samples.failure)
             return
@@ -207,8 +207,10 @@ class Run:
         row.ms, row.spread = samples.median, samples.spread
         row.tflops = case.flops(mode) / row.ms / 1e9
         if rates is not None:
-            row.floor_ms = case.floor_ms(mode, self.plan.dtype.itemsize, *rates)
+            row.floor_ms = case.floor_ms(mode, self.plan.dtype.itemsize, rates.matmul, rates.bandwidth)
             row.fraction_of_floor = row.floor_ms / row.ms
+            row.R = rates.matmul / 1e12
+            row.R_rested = None if rates.rested is None else rates.rested / 1e12
         if samples.noise is not None and samples.noise > timing.NOISE:
             row.add_note(f"noisy: its even and odd rounds differ by {samples.noise:.0%}")
 

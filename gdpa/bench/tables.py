@@ -22,6 +22,16 @@ LEGEND = {
     "memory": "memory: peak beyond the inputs, backward with its forward",
     "error": "error: relative, against the float64 oracle",
 }
+# Where the header has two R.
+FLOOR_BETWEEN = (
+    f"{LEGEND['/floor']}; R is the matmul's right behind each provider's kernels, at the clocks that these leave it, "
+    "and R_rested that of the matmul by itself, which the floor does not use"
+)
+
+
+def legend(report: Report) -> dict[str, str]:
+    """What the columns are, by their names."""
+    return LEGEND | ({"/floor": FLOOR_BETWEEN} if report.as_json()["header"].get("R_rested") else {})
 
 
 def show(report: Report, console: Console) -> None:
@@ -42,7 +52,7 @@ def show(report: Report, console: Console) -> None:
         console.print()
     _show_extras(report, console)
     if report.rows:
-        console.print("[dim]" + "\n".join(text for name, text in LEGEND.items() if name in shown) + "[/dim]")
+        console.print("[dim]" + "\n".join(text for name, text in legend(report).items() if name in shown) + "[/dim]")
 
 
 def _notes(rows: list[Row]) -> dict[str, list[str]]:
@@ -184,7 +194,7 @@ def size(count: int | None) -> str:
 
 
 def rate(facts: dict[str, Any]) -> str:
-    """R or W of a header, with its range."""
+    """R, R_rested or W of a header, with its range."""
     small = facts["median"] < 1
     values = [facts[name] * (1e3 if small else 1) for name in ("median", "lowest", "highest")]
     unit = facts["unit"].replace("T", "G", 1) if small else facts["unit"]

@@ -3,8 +3,11 @@
 Time. Each round runs every provider once, and with them the two yardsticks of the hardware (a matmul and a copy), so that a change
 of the machine's speed falls on all of them; the figure is the median over rounds and the spread the interquartile range over the
 median. On a GPU the clock is a pair of CUDA events. Before them go one untimed call (it brings the allocator's blocks back) and a
-matmul that keeps the device busy while the timed part is queued, so that what is measured is the device's time; the host's is a
-figure of its own. Calls shorter than SHORT_MS are repeated between the events.
+matmul, the filler, that keeps the device busy while the timed part is queued, so that what is measured is the device's time; the
+host's is a figure of its own. Calls shorter than SHORT_MS are repeated between the events.
+
+The filler is timed too, by events of its own: at its power cap a GPU may give a matmul between the kernels other clocks than one
+among other matmuls, and the kernels are held against the former (see Rates).
 
 Memory. The peak during one call beyond what was there before it: the output, the gradients and every temporary. `backward` covers
 the forward that precedes it, since what that one keeps is what training pays for. On a GPU torch's allocator tells; on a CPU see
@@ -19,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +36,8 @@ MOST_REPEATS = 8
 NOISE = 0.03
 LEAST_ROUNDS_FOR_NOISE = 6
 HOST_CALLS, HOST_SECONDS = 20, 0.15
+# About 50 microseconds of a GPU: longer than the host takes to queue a matmul.
+HEAD_START_CYCLES = 100_000
 # Rows of the square matrices that R is measured with, and bytes of the copy for W.
 HARDWARE_SIZES = {"cuda": (8192, 2**30), "cpu": (1024, 2**26)}
 
@@ -40,9 +46,10 @@ Work = Callable[[], object]
 
 @dataclass
 class Samples:
-    """Milliseconds of every round of one provider, or why there are none."""
+    """Milliseconds of every round of one provider, or why there are none; and those of the fillers behind its untimed calls."""
 
     ms: list[float] = field(default_factory=list)
+    filler_ms: list[float] = field(default_factory=list)
     failure: str | None = None
 
     @property
@@ -115,6 +122,7 @@ def interleaved(
     one before left it. `on_step` hears each one's turn and the share of the work done.
 
     A task that fails (out of memory) leaves the rotation with its reason; the others go on. Those named in `always` never sit out.
+    `filler` is for a GPU alone.
     """
     samples = {name: Samples() for name in tasks}
     spent = dict.fromkeys(tasks, 0.0)
@@ -127,9 +135,15 @@ def interleaved(
         try:
             # Another provider's blocks may have split what the allocator keeps, and a cudaMalloc is nobody's time. What takes
             # seconds by itself does not notice one.
-            if warmed and on_gpu and spent[name] < effort.seconds:
+            untimed_first = warmed and on_gpu and spent[name] < effort.seconds
+            if untimed_first:
                 task.setup(1)()
-            return clock(task.setup(count), device, count, filler if warmed else None)
+            if not warmed or filler is None:
+                return clock(task.setup(count), device, count)
+            filler_ms, ms = clock_behind(filler, task.setup(count), count)
+            if untimed_first:  # else the filler had the clocks of whichever task came before
+                samples[name].filler_ms.append(filler_ms)
+            return ms
         except Exception as error:
             samples[name].failure = describe_failure(error)
             release()
@@ -170,22 +184,40 @@ def repeats_for(ms: float) -> int:
     return min(MOST_REPEATS, int(2 * SHORT_MS / max(ms, 1e-3)) + 1)
 
 
-def clock(work: Work, device: torch.device, repeats: int = 1, filler: Work | None = None) -> float:
+def clock(work: Work, device: torch.device, repeats: int = 1) -> float:
     """Milliseconds of one call."""
     if device.type == "cpu":
         start = time.perf_counter()
         for _ in range(repeats):
             work()
         return (time.perf_counter() - start) * 1e3 / repeats
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if filler is not None:
-        filler()
-    first.record()
+    first = _event()
     for _ in range(repeats):
         work()
-    last.record()
+    last = _event()
     last.synchronize()
     return float(first.elapsed_time(last)) / repeats
+
+
+def clock_behind(filler: Work, work: Work, repeats: int = 1) -> tuple[float, float]:
+    """Milliseconds of the filler, and of one call that is queued on the GPU behind it."""
+    # Where the queue is empty the filler's time would begin before its launch.
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    start = _event()
+    filler()
+    first = _event()
+    for _ in range(repeats):
+        work()
+    last = _event()
+    last.synchronize()
+    return float(start.elapsed_time(first)), float(first.elapsed_time(last)) / repeats
+
+
+def _event() -> torch.cuda.Event:
+    """One that is recorded now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def host_us(task: Task, device: torch.device, ms: float) -> float | None:
@@ -206,14 +238,24 @@ def host_us(task: Task, device: torch.device, ms: float) -> float | None:
     return statistics.median(taken) * 1e6
 
 
+class Rates(NamedTuple):
+    """What bounded the kernels of one group of rounds."""
+
+    matmul: float  # R in FLOP/s: of the matmuls between the kernels where there are such, else of the matmul's own turns
+    bandwidth: float  # W in bytes/s
+    rested: float | None = None  # FLOP/s of the matmul's own turns, where R is not that
+
+
 @dataclass
 class Hardware:
-    """The two rates that bound every kernel, as tasks of the same rounds: R, a large matmul's, and W, a copy's."""
+    """The two rates that bound every kernel: a large matmul's and a copy's. Both are tasks of the same rounds, and on a GPU the
+    matmul is also the filler before every timed call."""
 
     matmul: Task | None
     copy: Task
     matmul_flops: float
     copy_bytes: float
+    fills: bool = False
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, products: bool = True) -> Hardware:
@@ -228,6 +270,7 @@ class Hardware:
             Task(lambda _: lambda: target.copy_(source)),
             2.0 * size**3,
             2.0 * moved,
+            fills=device.type == "cuda",
         )
 
     @property
@@ -236,13 +279,20 @@ class Hardware:
 
     @property
     def filler(self) -> Work | None:
-        return None if self.matmul is None else self.matmul.setup(1)
+        return self.matmul.setup(1) if self.fills and self.matmul is not None else None
 
-    def rates(self, samples: dict[str, Samples]) -> tuple[float, float] | None:
-        """(R in FLOP/s, W in bytes/s), or None where either is missing."""
-        if any(not samples[name].ms for name in ("matmul", "copy") if name in samples) or "matmul" not in samples:
+    def rates(self, samples: dict[str, Samples]) -> Rates | None:
+        """Of one group of rounds, or None where R or W is missing."""
+        if any(name not in samples or not samples[name].ms for name in ("matmul", "copy")):
             return None
-        return self.matmul_flops / samples["matmul"].median * 1e3, self.copy_bytes / samples["copy"].median * 1e3
+        own = self.matmul_flops / samples["matmul"].median * 1e3
+        bandwidth = self.copy_bytes / samples["copy"].median * 1e3
+        if not self.fills:
+            return Rates(own, bandwidth)
+        # A provider that failed has no figure, so the kernels that its fillers stood between are not in the report.
+        kernels = [each for name, each in samples.items() if name not in self.tasks and each.failure is None]
+        between = [ms for each in kernels for ms in each.filler_ms]
+        return Rates(self.matmul_flops / statistics.median(between) * 1e3, bandwidth, own) if between else None
 
 
 def training_step(call: Call, mode: Mode, d_out: Tensor) -> tuple[Tensor, ...]:
