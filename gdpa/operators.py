@@ -129,31 +129,40 @@ class _Attention(torch.autograd.Function):
     """Nothing but the inputs is saved: there are no row statistics.
 
     `ctx` is forward's own argument: a Function with a setup_context has its signature inspected at every call, 35 microseconds of it.
+    What is no tensor comes as one tuple: each argument costs at every call.
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-        ctx.save_for_backward(q, k, v, *options[:3])
-        ctx.options = options[3:]
-        with torch._C._AutoDispatchBelowAutograd():
-            return run(q, k, v, *options)
+    def forward(ctx: Any, run: Callable[..., Tensor], numbers: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.numbers = numbers
+        return run(*tensors, *numbers)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        q, k, v, *tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:4]
-        grads = torch.ops.gdpa.backward.default(d_out, q, k, v, *tensors, *ctx.options, *needs)
+        needs = ctx.needs_input_grad[2:5]
+        grads = torch.ops.gdpa.backward.default(d_out, *ctx.saved_tensors, *ctx.numbers, *needs)
         wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-        return (None, *wanted, *[None] * (3 + len(ctx.options)))
+        return (None, None, *wanted, None, None, None)
+
+
+# Function.apply looks for functorch's tensors among the arguments, a few microseconds; the caller has seen that there are none.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Attention).apply
+
+
+def record_plain(out: Tensor, numbers: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
+    """`out`, as what `gdpa::forward` has computed from its tensors, plain ones, and its numbers, for autograd to go back from."""
+    return _apply(lambda *_: out, numbers, *tensors)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward is not differentiable again; it says so rather than giving wrong numbers."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., tuple[Tensor, Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return run(*arguments)
+    def forward(
+        ctx: Any, run: Callable[..., tuple[Tensor, Tensor, Tensor]], numbers: tuple[Any, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return run(*tensors, *numbers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -168,7 +177,16 @@ _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _PLAIN = tuple(torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU))
 
 
+def _below_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
+    def below(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*arguments)
+
+    return below
+
+
 def _autograd(function: type[torch.autograd.Function], operator: str, implementation: Callable[..., Any], tensors: int) -> None:
+    """`tensors` are differentiated, and stand first; three more follow them: the offsets and out_scale."""
     overload = getattr(torch.ops.gdpa, operator).default
     runs: dict[int, Callable[..., Any]] = {}  # by dispatch keys, of which a process sees a few sets
 
@@ -178,14 +196,13 @@ def _autograd(function: type[torch.autograd.Function], operator: str, implementa
         run = runs.get(keys.raw_repr())
         if run is None:
             # Dispatching once more would find `implementation` alone, and takes as long as all that is done for a call here.
-            run = implementation if (keys & _BELOW_AUTOGRAD).raw_repr() in _PLAIN else overload
+            run = _below_autograd(implementation if (keys & _BELOW_AUTOGRAD).raw_repr() in _PLAIN else overload)
             runs[keys.raw_repr()] = run
         if torch.is_grad_enabled():
             for x in arguments[:tensors]:
                 if x.requires_grad:
-                    return function.apply(run, *arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return run(*arguments)
+                    return function.apply(run, arguments[tensors + 3 :], *arguments[: tensors + 3])
+        return run(*arguments)
 
     library.impl(operator, record, "Autograd", with_keyset=True)
 

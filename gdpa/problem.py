@@ -306,8 +306,14 @@ def _check_call(
             raise GdpaError("out_scale: expected a tensor that does not require grad; its gradient is not implemented")
 
 
+# What os.environ keeps its variables in: its own look-up encodes, raises and catches, a microsecond of every call.
+_variables: Any = os.environ._data  # type: ignore[attr-defined]
+_CHECK, _YES = os.environ.encodekey("GDPA_CHECK"), os.environ.encodevalue("1")
+
+
 def checks_are_asked_for() -> bool:
-    return os.environ.get("GDPA_CHECK", "0") == "1"
+    asked: bool = _variables.get(_CHECK) == _YES
+    return asked
 
 
 def offsets_are_checked(device: torch.device) -> bool:

@@ -20,17 +20,20 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+RecordsKind: TypeAlias = tuple[str, bool, bool, int, int, int, int]
+
 _CACHE_SIZE = 64
-_cache: OrderedDict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = OrderedDict()
+_cache: OrderedDict[Hashable, tuple[Tensor, weakref.ref[Tensor], weakref.ref[Tensor]]] = OrderedDict()
 
 
 def bounds(offsets: Tensor, rows: int) -> Tensor:
     """Offsets (B + 1,) -> int32 (B + 1, 2): the (start, length) of each sequence, and of the tail that none covers."""
-    return _cached(("bounds", rows), (offsets,), lambda: _build_bounds(offsets, rows))
+    return _cached(("bounds", rows), offsets, offsets, lambda: _build_bounds(offsets, rows))
 
 
 def tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, block: int) -> Tensor:
@@ -40,9 +43,8 @@ def tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, blo
     dense, with `rows` rows a sequence for the owner. Tiles with the most to walk come first: the device takes programs in
     order, so the long ones start early and the short ones fill the end.
     """
-    anchors = tuple(t for t in (owner, other) if t is not None)
-    sides = (owner is None, other is None)
-    return _cached(("tiles", sides, batch, rows, block), anchors, lambda: _build_tiles(owner, other, batch, rows, block))
+    kind = ("tiles", owner is None, other is None, batch, rows, block)
+    return _cached(kind, owner, other, lambda: _build_tiles(owner, other, batch, rows, block))
 
 
 def records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_rows: int, k_rows: int, block: int) -> Tensor:
@@ -56,11 +58,25 @@ def records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_ro
     Tiles of a sequence follow one another. Sequences come sorted by ceil(k_length / 128), the longest first; 127 and more count as
     the same. Dealt out in turn, such a list keeps programs equally busy.
     """
-    # Offsets that both sides share, as in self-attention, are looked at once.
-    given = (q_offsets,) if k_offsets is q_offsets else (q_offsets, k_offsets)
-    anchors = tuple([t for t in given if t is not None])
-    kind = ("records", q_offsets is None, k_offsets is None, batch, q_rows, k_rows, block)
-    return _cached(kind, anchors, lambda: _build_records(q_offsets, k_offsets, batch, q_rows, k_rows, block))
+    kind = records_kind(q_offsets is not None, k_offsets is not None, batch, q_rows, k_rows, block)
+    return _cached(kind, q_offsets, k_offsets, lambda: _build_records(q_offsets, k_offsets, batch, q_rows, k_rows, block))
+
+
+def records_kind(q_packed: bool, k_packed: bool, batch: int, q_rows: int, k_rows: int, block: int) -> RecordsKind:
+    """What `records` of some offsets are known by, beside the offsets."""
+    return "records", q_packed, k_packed, batch, q_rows, k_rows, block
+
+
+def known_records(kind: RecordsKind, q_offsets: Tensor | None, k_offsets: Tensor | None, stream: int) -> Tensor | None:
+    """What `records` has built on the device's current stream, `stream`; None where it has to be asked.
+
+    The offsets must not be inference tensors.
+    """
+    first: Tensor = q_offsets if q_offsets is not None else k_offsets  # type: ignore[assignment]
+    second = first if k_offsets is None else k_offsets
+    if _memory_is_a_graphs(first.get_device()):
+        return None
+    return _find((kind, id(first), first._version, id(second), second._version, stream), first, second)
 
 
 def tile_bound(packed: bool, batch: int, rows: int, block: int) -> int:
@@ -145,7 +161,7 @@ def _plain_records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: in
 
 def _memory_is_a_graphs(index: int) -> bool:
     """Whether what is allocated now belongs to a CUDA graph: one being captured, or one torch.compile is warming up for."""
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
@@ -154,8 +170,17 @@ def _memory_is_a_graphs(index: int) -> bool:
     return manager is not None and manager.path_state != trees.ExecutionState.NONE
 
 
-def _cached(kind: tuple[Hashable, ...], anchors: tuple[Tensor, ...], build: Callable[[], Tensor]) -> Tensor:
-    """Build once per identity and version of the anchors, so that the layers of a model share a schedule.
+def _find(key: Hashable, first: Tensor, second: Tensor) -> Tensor | None:
+    hit = _cache.get(key)
+    # A new tensor may have the address of one that is gone.
+    if hit is None or hit[1]() is not first or hit[2]() is not second:
+        return None
+    _cache.move_to_end(key)
+    return hit[0]
+
+
+def _cached(kind: tuple[Hashable, ...], first: Tensor | None, second: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
+    """Build once per identity and version of the tensors it is built from, so that the layers of a model share a schedule.
 
     torch counts a version for every in-place operation, but not for writes through `.data`, numpy or a collective: offsets changed
     that way must come as a new tensor.
@@ -164,28 +189,23 @@ def _cached(kind: tuple[Hashable, ...], anchors: tuple[Tensor, ...], build: Call
     tensors have no version, so nothing is kept for them either.
     """
     # It stands in the way of every launch: no generators, and not a device's type, a text that is made anew at each look.
-    key = kind
-    for anchor in anchors:
-        if anchor.is_inference():
-            return build()
-        key = (*key, id(anchor), anchor._version)
-    if anchors[0].is_cuda:
-        index = anchors[0].get_device()
+    if first is None or second is None:
+        first = second = first if first is not None else second
+    assert first is not None and second is not None, "one side at least is packed"
+    if first.is_inference() or second.is_inference():
+        return build()
+    stream = 0
+    if first.is_cuda:
+        index = first.get_device()
         if _memory_is_a_graphs(index):
             return build()
         # What one stream builds another may not read yet, so each has its own. The raw call is 10 microseconds cheaper.
-        key = (*key, torch._C._cuda_getCurrentRawStream(index))
-    hit = _cache.get(key)
-    if hit is not None:
-        references, built = hit
-        for reference, anchor in zip(references, anchors, strict=True):
-            if reference() is not anchor:
-                break
-        else:
-            _cache.move_to_end(key)
-            return built
-    built = build()
-    _cache[key] = (tuple(weakref.ref(a) for a in anchors), built)
-    while len(_cache) > _CACHE_SIZE:
-        _cache.popitem(last=False)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+    key = (kind, id(first), first._version, id(second), second._version, stream)
+    built = _find(key, first, second)
+    if built is None:
+        built = build()
+        _cache[key] = (built, weakref.ref(first), weakref.ref(second))
+        while len(_cache) > _CACHE_SIZE:
+            _cache.popitem(last=False)
     return built

@@ -130,6 +130,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     return kernel
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -30,16 +30,20 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it, laid out as the kernels need: rows contiguous and starting at multiples of 8 elements and of 16 bytes.
+def is_aligned(x: Tensor) -> bool:
+    """Whether x lies as the kernels need: rows contiguous and starting at multiples of 8 elements and of 16 bytes.
 
-    Head strides are compiled in, so heads-first tensors, whose head stride is their length, are copied too: they would compile anew
-    for every batch.
+    Head strides are compiled in, so heads-first tensors, whose head stride is their length, are not: they would compile anew for every
+    batch.
     """
     strides = x.stride()
     row, head, column = strides[-3:]
-    sound = column == 1 and x.data_ptr() % 16 == 0 and (strides[0] | row | head) % 8 == 0 and head <= row < MOST_ROW_STRIDE
-    return x if sound or x.numel() == 0 else x.clone(memory_format=torch.contiguous_format)
+    return column == 1 and x.data_ptr() % 16 == 0 and (strides[0] | row | head) % 8 == 0 and head <= row < MOST_ROW_STRIDE
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, laid out as the kernels need."""
+    return x if is_aligned(x) or x.numel() == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def mappable(x: Tensor) -> bool:
@@ -48,6 +52,20 @@ def mappable(x: Tensor) -> bool:
     rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
     together = len(shape) == 3 or strides[0] == shape[1] * strides[1]
     return together and 0 < rows < RAGGED and strides[-3] > 0 and x.numel() > 0
+
+
+def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """`torch.empty_strided` on this device, which must be the current one, past the dispatcher: what Inductor's code allocates with.
+
+    On a 2-core Xeon 0.9 microseconds of host time, `new_empty` 1.4, or 2.4 in grad mode. It knows nothing of
+    `torch.utils.deterministic.fill_uninitialized_memory`.
+    """
+    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+
+    def ordinary(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return found or ordinary
 
 
 def ragged_geometry(x: Tensor) -> tuple[list[int], list[int]]:

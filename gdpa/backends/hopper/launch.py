@@ -1,14 +1,15 @@
 """From a Problem and its tensors to a launch of the forward kernel.
 
 A call's way is short, since models with small batches wait for it. What stays the same from batch to batch is remembered in a Recipe,
-what stays the same while the shapes do in a Ready, noted in the Problem, and the kernel is started past the argument binding of
-Triton's `kernel[grid](...)`: where that is known, by the C function under it.
+what stays the same while the shapes do in a Ready, noted in the Problem (and by gdpa/shortcut.py, which calls `Ready.run` past all that
+lies before), and the kernel is started past the argument binding of Triton's `kernel[grid](...)`: where that is known, by the C function
+under it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdpa import schedule
 from gdpa.activations import Activation
-from gdpa.backends.gpu import aligned, example, mappable, multiprocessors, on_device, ragged_geometry, target_architecture
+from gdpa.backends.gpu import (
+    aligned,
+    empty_strided,
+    example,
+    is_aligned,
+    mappable,
+    multiprocessors,
+    on_device,
+    ragged_geometry,
+    target_architecture,
+)
 from gdpa.backends.hopper.compat import bare_launcher
 from gdpa.backends.hopper.forward import forward_kernel
 from gdpa.problem import Problem, describe
@@ -82,13 +93,86 @@ class Encoded(dict[int, list[Any]]):
         return expanded
 
 
-class Ready(NamedTuple):
-    """All that calls of one problem and one layout have in common."""
+class Ready:
+    """All that calls of one problem and one layout have in common, and the way they run."""
 
-    recipe: Recipe
-    output_shape: tuple[int, ...]
-    numbers: tuple[int | float, ...]
-    programs: int
+    __slots__ = (
+        "allocate",
+        "arguments",
+        "encoded",
+        "index",
+        "launch",
+        "numbers",
+        "output",
+        "places",
+        "programs",
+        "recipe",
+        "records_kind",
+    )
+
+    def __init__(self, problem: Problem, recipe: Recipe, numbers: tuple[int | float, ...], programs: int) -> None:
+        self.recipe = recipe
+        self.numbers = numbers
+        self.programs = programs
+        self.index = problem.device.index
+        self.allocate = empty_strided(problem.device)
+        self.output = (problem.output_shape, _contiguous_strides(problem.output_shape), problem.dtype)
+        q_packed, k_packed = problem.query_side == "packed", problem.key_side == "packed"
+        self.records_kind: schedule.RecordsKind | None = None
+        if q_packed or k_packed:
+            self.records_kind = schedule.records_kind(q_packed, k_packed, problem.batch, problem.query_rows, problem.key_rows, TILE)
+        # What the C function is given, but for the stream, the maps of the four tensors and the two pointers, whose places are noted.
+        self.arguments: list[Any] | None = None
+        if recipe.launcher is not None:
+            self.launch = recipe.launcher.launch
+            self.encoded = tuple(recipe.encoded)
+            arguments = [programs, 1, 1, 0, *recipe.launcher.leading]
+            places = []
+            for shape, strides in recipe.geometries:
+                places.append(len(arguments))
+                arguments += [None, *shape, *strides]
+            places += [len(arguments), len(arguments) + 1]
+            self.places = tuple(places)
+            self.arguments = [*arguments, 0, 0, *numbers, *recipe.constants]
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
+    ) -> Tensor | None:
+        """The output; None where it is not the way: an address that the copy engine does not take, or another current device.
+
+        The tensors lie as the first of them did. Written out, since this is most of what a call costs.
+        """
+        q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (q_address | k_address | v_address) & 15 or torch._C._cuda_getDevice() != self.index:
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        records = scales = q_address  # stands for what is not read
+        if self.records_kind is not None:
+            listed = schedule.known_records(self.records_kind, cu_seqlens_q, cu_seqlens_k, stream)
+            if listed is None:
+                _, _, _, batch, q_rows, k_rows, block = self.records_kind
+                listed = schedule.records(cu_seqlens_q, cu_seqlens_k, batch, q_rows, k_rows, block)
+            records = listed.data_ptr()
+        if out_scale is not None:
+            out_scale = out_scale.float().contiguous()
+            scales = out_scale.data_ptr()
+        # Where uninitialised memory is to be filled, torch's own allocation does it.
+        out = q.new_empty(self.output[0]) if torch._C._get_deterministic_algorithms() else self.allocate(*self.output)
+        if self.arguments is None or _is_hooked():
+            start(self.recipe, self.programs, (q, k, v, out), (records, scales, *self.numbers))
+            return out
+        q_maps, k_maps, v_maps, out_maps = self.encoded
+        q_at, k_at, v_at, out_at, records_at, scales_at = self.places
+        arguments = self.arguments.copy()
+        arguments[3] = stream
+        arguments[q_at] = (q_maps.get(q_address) or q_maps.add(q))[0]
+        arguments[k_at] = (k_maps.get(k_address) or k_maps.add(k))[0]
+        arguments[v_at] = (v_maps.get(v_address) or v_maps.add(v))[0]
+        arguments[out_at] = (out_maps.get(out.data_ptr()) or out_maps.add(out))[0]
+        arguments[records_at] = records
+        arguments[scales_at] = scales
+        self.launch(*arguments)
+        return out
 
 
 _MOST_RECIPES = 4096
@@ -104,24 +188,33 @@ def forward(
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
 ) -> Tensor:
+    ready = prepare(problem, q, k, v, out_scale)
+    if ready is not None:
+        out = ready.run(q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+        if out is not None:
+            return out
+    with on_device(q):
+        return _first(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+
+
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> Ready | None:
+    """The way of calls whose tensors lie as these; None where they must be copied, or no kernel has been compiled for them."""
     layout = ("hopper forward", q.stride(), k.stride(), v.stride(), out_scale is None)
-    ready = problem.notes.get(layout)
-    if ready is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 != 0 or q.device.index != torch._C._cuda_getDevice():
-        with on_device(q):
-            return _first(layout, problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
-    out = q.new_empty(ready.output_shape)
-    records, scales = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
-    # As addresses: the launcher asks the driver about every tensor that it is given.
-    start(ready.recipe, ready.programs, (q, k, v, out), (records.data_ptr(), scales.data_ptr(), *ready.numbers))
-    return out
+    ready: Ready | None = problem.notes.get(layout)
+    if ready is None and all(is_aligned(x) and mappable(x) for x in (q, k, v)):
+        recipe = _recipes.get(_recipe_key(problem, q, k, v, out_scale))
+        if recipe is not None:
+            numbers = _numbers(problem)
+            ready = Ready(problem, recipe, numbers, min(int(numbers[0]), multiprocessors(q.device)))
+            problem.notes[layout] = ready
+    return ready
 
 
 def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:
     """Launch a kernel by its recipe, past Triton's argument binding. `tensors` are what it reads and writes through descriptors."""
     stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
     launcher = recipe.launcher
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # a profiler's; chains of hooks, most often empty
+    hooked = _is_hooked()
     if launcher is not None and not hooked:
         expanded: list[Any] = []
         for x, encoded in zip(tensors, recipe.encoded, strict=True):
@@ -132,7 +225,14 @@ def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments:
     described = [Described(x, geometry) for x, geometry in zip(tensors, recipe.geometries, strict=True)]
     everything = (*described, *arguments, *recipe.constants)
     metadata = kernel.launch_metadata((programs, 1, 1), stream, *everything) if hooked else None
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *everything)
+
+
+def _is_hooked() -> bool:
+    """Whether a profiler has asked Triton to tell it of launches: through hooks, or chains of them, most often empty."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _has_many_rows(problem: Problem) -> bool:
@@ -150,7 +250,6 @@ def in_place(q: Tensor, *others: Tensor) -> bool:
 
 
 def _first(
-    layout: tuple[Any, ...],
     problem: Problem,
     q: Tensor,
     k: Tensor,
@@ -159,10 +258,7 @@ def _first(
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
 ) -> Tensor:
-    """The first call of a problem in this layout, and any whose inputs must be copied.
-
-    Where not even a recipe is known, Triton's own way compiles the kernel and launches it.
-    """
+    """The first call of its kind, for which Triton's own way compiles the kernel and launches it, and any whose inputs must be copied."""
     out = q.new_empty(problem.output_shape)
     if out.numel() == 0:
         return out
@@ -172,19 +268,7 @@ def _first(
     numbers = _numbers(problem)
     programs = min(int(numbers[0]), multiprocessors(q.device))
     pointers = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
-    key = (
-        q.device,
-        q.dtype,
-        problem.activations,
-        problem.query_side,
-        problem.key_side,
-        problem.heads,
-        problem.kv_heads,
-        problem.head_dim,
-        *(x.stride()[-3:] for x in tensors),
-        out_scale is None,
-        _has_many_rows(problem),
-    )
+    key = _recipe_key(problem, *tensors[:3], out_scale)
     recipe = _recipes.get(key)
     if recipe is not None:
         start(recipe, programs, tensors, (*pointers, *numbers))
@@ -195,9 +279,31 @@ def _first(
         if len(_recipes) >= _MOST_RECIPES:
             _recipes.clear()
         _recipes[key] = recipe
-    if all(x is given for x, given in zip(tensors, (q, k, v), strict=False)):  # read in place
-        problem.notes[layout] = Ready(recipe, problem.output_shape, numbers, programs)
     return out
+
+
+def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> tuple[Any, ...]:
+    """What a compiled kernel depends on; the output is contiguous."""
+    return (
+        q.device,
+        q.dtype,
+        problem.activations,
+        problem.query_side,
+        problem.key_side,
+        problem.heads,
+        problem.kv_heads,
+        problem.head_dim,
+        *(x.stride()[-3:] for x in (q, k, v)),
+        out_scale is None,
+        _has_many_rows(problem),
+    )
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
 
 
 def readable(x: Tensor) -> Tensor:
