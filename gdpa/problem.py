@@ -182,7 +182,7 @@ def _check_side_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
         raise GdpaError(f"{name}: expected device {q.device} (that of q), got {offsets.device}")
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN_OR_NONE = frozenset((Tensor, type(None)))
 _MOST_SOUND = 4096
 _sound: set[Hashable] = set()
@@ -203,9 +203,9 @@ def check_call(
     usual = (
         not torch.compiler.is_compiling()
         and out_scale is None
-        and type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
+        and type(q) in PLAIN_TYPES
+        and type(k) in PLAIN_TYPES
+        and type(v) in PLAIN_TYPES
         and type(cu_seqlens_q) in _PLAIN_OR_NONE
         and type(cu_seqlens_k) in _PLAIN_OR_NONE
         and not (q.is_nested or k.is_nested or v.is_nested)

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gdpa.backends.gpu import RAGGED, architecture
 from gdpa.problem import Problem
+
+if TYPE_CHECKING:
+    from gdpa.backends.hopper.launch import Ready
 
 HEAD_DIMENSIONS = (64, 128)
 
@@ -60,6 +64,13 @@ def forward(
     from gdpa.backends.hopper import launch
 
     return launch.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+
+
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> Ready | None:
+    """How calls of this problem run whose tensors lie as these; see gdpa/shortcut.py."""
+    from gdpa.backends.hopper import launch
+
+    return launch.prepare(problem, q, k, v, out_scale)
 
 
 def backward(

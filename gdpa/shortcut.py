@@ -1,0 +1,287 @@
+"""The short way of a call that is like one before: past the checks, the dispatcher and the choice of a backend, to the launch.
+
+A call of microseconds on the device waits for the host. After a call went the ordinary way, on a backend that can say how calls like it
+run (`backend.prepare`), it is remembered here by
+
+    its options                 the key of `_calls`
+    how its tensors lie         torch's own guard of compiled code, in one C call of half a microsecond: types, dispatch keys with those
+                                that the thread adds and leaves out, dtypes, devices, requires_grad, sizes and strides
+    its numbers of rows         the key of `Call.by_rows`: what packed batches differ in, so the guard leaves them open
+
+and `take` runs the next one. Whatever is unusual goes the ordinary way: subclasses, functorch's tensors, dispatch modes (FLOP counters,
+fake tensors, tracers), modes of torch functions, profilers, forward-mode differentiation, autocast that would cast, GDPA_CHECK=1, masks,
+options that are not plain values. Those differ in the guard or are looked at in `take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gdpa import operators
+from gdpa.activations import Activation
+from gdpa.problem import PLAIN_TYPES, check_call, checks_are_asked_for
+
+UNBOUNDED = (-1, -1)
+
+
+class Ready(Protocol):
+    """How a backend runs calls whose tensors have these shapes and lie so."""
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
+    ) -> Tensor | None:
+        """The output, or None where these very tensors must go the ordinary way."""
+
+
+class Call:
+    """Calls whose options are the same and whose tensors lie alike, whatever their numbers of rows."""
+
+    __slots__ = ("autocast", "by_rows", "is_like", "numbers", "recorded")
+    MOST_ROWS = 1024
+
+    def __init__(
+        self, is_like: Callable[..., bool], numbers: tuple[Any, ...], recorded: bool, autocast: torch.dtype | None
+    ) -> None:
+        self.is_like = is_like
+        self.numbers = numbers  # the operator's arguments behind max_seqlen_k
+        self.recorded = recorded  # by autograd, where grad mode is on
+        self.autocast = autocast  # where it is on, the dtype that it must have: that of the tensors, so that it casts nothing
+        self.by_rows: dict[tuple[int, ...], Ready] = {}
+
+
+_MOST_KEYS, _MOST_CALLS = 1024, 16
+_calls: dict[Hashable, list[Call]] = {}
+
+
+def take(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    activation: Any,
+    scale: float | None,
+    out_scale: float | Tensor | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    deterministic: bool | None,
+    backend: str | None,
+) -> Tensor | None:
+    """The output, where the call is like a remembered one; else None, and nothing has been done."""
+    key, tensors, scales = _known_by(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, activation, scale, out_scale, causal, window_size, deterministic, backend
+    )
+    for call in _calls.get(key, ()):
+        if call.is_like(*tensors):
+            break
+    else:
+        return None
+    if _is_watched() or not (_is_bound(max_seqlen_q) and _is_bound(max_seqlen_k)):
+        return None
+    if call.autocast is not None and torch.get_autocast_dtype(q.device.type) != call.autocast:
+        return None
+    rows = tuple(map(Tensor.numel, tensors))  # the other sizes are the guard's
+    ready = call.by_rows.get(rows)
+    if ready is None:
+        # The same checks and the same choice as on the ordinary way, which may compile first.
+        check_call(q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
+        ready = _prepare(q, k, v, (cu_seqlens_q, cu_seqlens_k, scales, max_seqlen_q, max_seqlen_k, *call.numbers))
+        if ready is None:
+            return None
+        if len(call.by_rows) >= call.MOST_ROWS:
+            call.by_rows.clear()
+        call.by_rows[rows] = ready
+    out = ready.run(q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
+    if out is not None and call.recorded and torch.is_grad_enabled():
+        numbers = (max_seqlen_q, max_seqlen_k, *call.numbers)
+        return operators.record_plain(out, numbers, q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
+    return out
+
+
+def remember(
+    numbers: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    activation: Any,
+    scale: float | None,
+    out_scale: float | Tensor | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    deterministic: bool | None,
+    backend: str | None,
+) -> None:
+    """Note how a call runs that has just gone the ordinary way; `numbers` are the operator's arguments behind max_seqlen_k."""
+    if not _is_for(q) or _is_watched() or not _guards_hold():
+        return
+    key, tensors, scales = _known_by(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, activation, scale, out_scale, causal, window_size, deterministic, backend
+    )
+    if key is None or any(call.is_like(*tensors) for call in _calls.get(key, ())):
+        return
+    # A subclass may ask for what its type alone tells of. The guard refuses a tensor that stands twice; offsets are given to it once.
+    if q is k or k is v or q is v or not all(type(x) in PLAIN_TYPES for x in tensors):
+        return
+    added, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    keys = [(torch._C._dispatch_keys(x) | added) - left_out for x in tensors]
+    kind = q.device.type.upper()
+    autograd, autocast = (getattr(torch._C.DispatchKey, f"{name}{kind}") for name in ("Autograd", "Autocast"))
+    passing = _keys("BackendSelect", "ADInplaceOrView") | torch._C.DispatchKeySet(autograd) | torch._C.DispatchKeySet(autocast)
+    plain = _keys(kind).raw_repr()
+    if any((own - passing).raw_repr() != plain for own in keys) or any(x.is_inference() for x in tensors[3:]):
+        return
+    casts_to = torch.get_autocast_dtype(q.device.type) if any(own.has(autocast) for own in keys) else None
+    if casts_to is not None and not (q.dtype == k.dtype == v.dtype == casts_to):
+        return
+    ready = _prepare(q, k, v, (cu_seqlens_q, cu_seqlens_k, scales, max_seqlen_q, max_seqlen_k, *numbers))
+    if ready is None:
+        return
+    recorded = any(x.requires_grad and own.has(autograd) for x, own in zip(tensors, keys, strict=True))
+    packed = (cu_seqlens_q is not None, cu_seqlens_k is not None, cu_seqlens_k is not None)
+    is_like = _guard(tensors, (*packed, True, True, True))
+    if not is_like(*tensors):
+        return
+    call = Call(is_like, numbers, recorded, casts_to)
+    call.by_rows[tuple(map(Tensor.numel, tensors))] = ready
+    if len(_calls) >= _MOST_KEYS:
+        _calls.clear()
+    _calls[key] = [call, *_calls.get(key, ())][:_MOST_CALLS]
+
+
+def _known_by(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    activation: Any,
+    scale: float | None,
+    out_scale: float | Tensor | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    deterministic: bool | None,
+    backend: str | None,
+) -> tuple[Hashable, tuple[Any, ...], Tensor | None]:
+    """The key of its options (None where they are unusual), its tensors without None and repeated offsets, and out_scale if a tensor.
+
+    Types are exact: True is 1 and 1 is 1.0 where a dictionary compares them, and the ordinary way refuses some of these.
+    """
+    if type(activation) is Activation:
+        activation = activation.key
+    if deterministic is None:
+        deterministic = torch._C._get_deterministic_algorithms()
+    if (
+        type(activation) is not str
+        or causal is not False
+        or type(window_size) is not tuple
+        or window_size != UNBOUNDED
+        or not type(window_size[0]) is type(window_size[1]) is int
+        or not (scale is None or type(scale) is float)
+        or type(deterministic) is not bool
+        or not (backend is None or type(backend) is str)
+    ):
+        return None, (), None
+    tensors: tuple[Tensor, ...]
+    if cu_seqlens_q is None:
+        tensors, form = ((q, k, v), 0) if cu_seqlens_k is None else ((q, k, v, cu_seqlens_k), 1)
+    elif cu_seqlens_k is None:
+        tensors, form = (q, k, v, cu_seqlens_q), 2
+    elif cu_seqlens_k is cu_seqlens_q:
+        tensors, form = (q, k, v, cu_seqlens_q), 3
+    else:
+        tensors, form = (q, k, v, cu_seqlens_q, cu_seqlens_k), 4
+    if out_scale is None or type(out_scale) is float:
+        return (activation, scale, out_scale, deterministic, backend, form), tensors, None
+    if type(out_scale) is not Tensor:
+        return None, (), None
+    return (activation, scale, Tensor, deterministic, backend, form), (*tensors, out_scale), out_scale
+
+
+def _is_bound(max_seqlen: Any) -> bool:
+    return max_seqlen is None or (type(max_seqlen) is int and max_seqlen >= 0)
+
+
+def _is_for(q: Tensor) -> bool:
+    """On a CPU the work takes longer than the way to it."""
+    return q.is_cuda
+
+
+def _is_watched() -> bool:
+    """Whether something must see the operator pass the dispatcher, or the offsets looked at. The rest is in the dispatch keys."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or checks_are_asked_for()
+    )
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Ready | None:
+    plan = operators.plan(q, k, v, options)
+    prepare = getattr(plan.backend, "prepare", None)
+    ready: Ready | None = None if prepare is None else prepare(plan.problem, q, k, v, options[2])
+    return ready
+
+
+def _keys(*names: str) -> Any:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+def _guard(tensors: tuple[Tensor, ...], are_open: tuple[bool, ...]) -> Callable[..., bool]:
+    """Whether other tensors are as these: exact type, dispatch keys, dtype, device, requires_grad, strides and sizes, but for the first
+    size of those that `are_open`."""
+    sizes: list[Any] = [list(x.shape) for x in tensors]
+    for own, is_open in zip(sizes, are_open, strict=False):
+        if is_open:
+            own[0] = None
+    strides: list[Any] = [list(x.stride()) for x in tensors]
+    check: Callable[..., bool] = torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+    return check
+
+
+@cache
+def _guards_hold() -> bool:
+    """Whether this torch's guards, which are not public, are what is thought of them here; without them all goes the ordinary way."""
+    if not hasattr(torch._C, "_len_torch_dispatch_stack") or not hasattr(torch._C, "_len_torch_function_stack"):
+        return False
+    zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
+    with torch.inference_mode(False):
+        x, y = zeros(4, 2, 8), zeros(4, 2, 8)
+        others = (
+            (x.to(torch.float16), y),
+            (x.to("meta"), y),
+            (x.clone().requires_grad_(), y),
+            (torch.nn.Parameter(x, requires_grad=False), y),
+            (zeros(4, 2, 9), y),
+            (zeros(2, 4, 8).transpose(0, 1), y),
+            (torch._neg_view(x), y),
+            (x[0], y),
+            (x, zeros(5, 2, 8)),
+            (None, y),
+        )
+        try:
+            is_like = _guard((x, y), (True, False))
+            if not is_like(x, y) or not is_like(zeros(9, 2, 8), y) or any(is_like(*other) for other in others):
+                return False
+            with torch._C._ExcludeDispatchKeyGuard(_keys("AutogradCPU")):
+                return not is_like(x, y)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
