@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import gdpa
 from gdpa import cli, models
@@ -268,22 +269,49 @@ def broken(graph, inputs):
     raise NotImplementedError("no compiler today")
 
 
-@pytest.mark.parametrize(
-    ("backend", "note"),
-    [("eager", "compiled between the attention's calls"), (broken, "not compiled: torch.compile failed: ")],
-    ids=["works", "fails"],
-)
-def test_the_model_is_compiled_once_for_all_providers_and_the_rows_say_so(backend, note, monkeypatch, tmp_path):
-    asked = []
+def compiled_by(backend, monkeypatch):
+    """torch.compile's backend in the suite; returns how often a model was compiled for each kind of attention."""
+    asked = set()
+    for name in ("compile_regions", "compile_stages"):
 
-    def compile_regions(module):
-        asked.append(module)
-        return regions.compile_regions(module, backend=backend)
+        def compile_parts(module, name=name):
+            asked.add(name)
+            return getattr(regions, name)(module, backend=backend)
 
-    monkeypatch.setattr(training, "compile_regions", compile_regions)
+        monkeypatch.setattr(training, name, compile_parts)
+    return asked
+
+
+@pytest.mark.parametrize("backend", ["eager", broken], ids=["works", "fails"])
+def test_the_model_is_compiled_around_each_kind_of_attention_and_the_rows_say_so(backend, monkeypatch, tmp_path):
+    asked = compiled_by(backend, monkeypatch)
     data = suite(tmp_path / "rows.json", "--model", "kunlun", "--compile")
-    assert len(asked) == 1 and data["header"]["models"]["kunlun"]["compiled"] == (backend == "eager")
-    assert len(data["rows"]) == 2 and all(row["note"].startswith(note) and row["step_ms"] > 0 for row in data["rows"])
+    assert asked == {"compile_regions", "compile_stages"}
+    assert data["header"]["models"]["kunlun"]["compiled"] == (backend == "eager")
+    notes = ("compiled layer by layer", "compiled between the attention's calls")
+    for row, note in zip(data["rows"], notes if backend == "eager" else ["not compiled: torch.compile failed: "] * 2, strict=True):
+        assert row["error"] is None and row["step_ms"] > row["attention_ms"] > 0
+        assert row["note"].startswith(note)
+
+
+def test_one_compilation_serves_all_backends_of_the_operator(monkeypatch, tmp_path):
+    counter = CompileCounter()
+    compiled_by(counter, monkeypatch)
+    ran = []
+    for name in ("cpu", "reference"):
+        module = gdpa.dispatch.load(name)
+        forward = module.forward
+        monkeypatch.setattr(module, "forward", lambda *a, name=name, forward=forward: (ran.append(name), forward(*a))[1])
+    providers = ("--provider", "gdpa,gdpa-reference")
+    data = suite(tmp_path / "rows.json", "--model", "interformer", "--compile", *providers)
+    assert [row["note"] for row in data["rows"]] == [
+        "compiled layer by layer; backend cpu",
+        "compiled layer by layer; backend reference",
+    ]
+    assert counter.frame_count == 4  # start, X_sum, layer, finish
+    # 7 calls a forward: the first one, the gate's, that for memory, 3 in each of 2 rounds, and for the first provider that which compiles.
+    assert {name: ran.count(name) for name in set(ran)} == {"cpu": 10 * 7, "reference": 9 * 7}
+    assert gdpa.explain(*(torch.zeros(1, 2, 1, 8) for _ in range(3))).backend == "cpu"
 
 
 def test_the_rows_of_a_file_are_shown_again(tmp_path, capsys):
@@ -333,7 +361,9 @@ def failing(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize("good", [0, 1, 5], ids=["at the gate", "at the step for memory", "in the last round"])
+@pytest.mark.parametrize(
+    "good", [0, 1, 2, 6], ids=["in the first forward", "at the gate", "at the step for memory", "in the last round"]
+)
 def test_a_provider_that_fails_leaves_the_others_rows(good, failing, tmp_path):
     failing(good, RuntimeError("no such luck\nand more"))
     providers = ("--provider", "gdpa-reference,eager,gdpa", "--model", "kunlun")
@@ -397,17 +427,16 @@ def test_every_turn_starts_from_the_same_weights(monkeypatch, tmp_path):
     step = training.Comparison._step
 
     def recorded(self, attention):
-        if not isinstance(attention, Watched):
-            total = sum(float(x.detach().double().square().sum()) for x in self.model.parameters())
-            norms.setdefault(attention.name, []).append(total)
+        total = sum(float(x.detach().double().square().sum()) for x in self.model.parameters())
+        norms.setdefault(attention.name, []).append(total)
         step(self, attention)
 
     monkeypatch.setattr(training.Comparison, "_step", recorded)
     suite(tmp_path / "rows.json", "--model", "kunlun")
-    # The step for memory, then an untimed and a timed step in each of two rounds.
+    # The step for memory, then an untimed, a timed and a watched step in each of two rounds.
     for name in ("gdpa", "eager"):
-        assert len(norms[name]) == 5
-        assert norms[name][0] == norms[name][1] == norms[name][3] == norms["gdpa"][0] != norms[name][2]
+        assert len(norms[name]) == 7
+        assert norms[name][0] == norms[name][1] == norms[name][4] == norms["gdpa"][0] != norms[name][2]
 
 
 def test_the_file_is_whole_after_every_round_and_ctrl_c_leaves_the_rows_so_far(monkeypatch, tmp_path):

@@ -1,4 +1,5 @@
-"""gdpa.nn.regions: compiled regions compute what the modules do, for batches of any size and with any attention between them."""
+"""gdpa.nn.regions: compiled regions compute what the modules do, for batches of any size and with any attention between them; and so do
+compiled stages, with the operator inside."""
 
 import copy
 
@@ -12,7 +13,7 @@ import gdpa.models
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.models import PRESETS, interformer
 from gdpa.nn import PFFN
-from gdpa.nn.regions import compile_regions, plain_regions
+from gdpa.nn.regions import compile_regions, compile_stages, plain_regions, plain_stages
 
 
 def clicks(size):
@@ -68,6 +69,49 @@ def test_one_set_of_graphs_serves_all_layers_batches_and_attentions(name, graphs
     assert set(model.state_dict()) == set(plain.state_dict())
     plain_regions(model)
     assert not any(name in module.__dict__ for module in model.modules() for name in getattr(type(module), "regions", ()))
+
+
+# InterFormer: what is before the layers, a later layer's X_sum, a layer, the head. Kunlun's two layers are not alike: one pools and
+# personalises both groups, the other has a self-attention of one group, whose sequence is longer by a layer, and pools the other's.
+@pytest.mark.parametrize(("name", "graphs"), [("interformer", 4), ("kunlun", 4)])
+def test_a_stage_is_compiled_once_for_the_layers_that_are_alike(name, graphs):
+    plain = random_model(name)
+    model = copy.deepcopy(plain)
+    counter = CompileCounter()
+    assert compile_stages(model.dense, backend=counter) in (3, 4)
+
+    def check(batch):
+        logits, right = model(batch), plain(batch)
+        torch.testing.assert_close(logits, right)
+        logits.sum().backward()
+        right.sum().backward()
+        check_gradients(model, plain)
+
+    for batch in (clicks(24).batch(1), clicks(24).batch(2), clicks(30).batch(0), clicks(24).batch(1).without_history()):
+        check(batch)
+    assert counter.frame_count == graphs
+    check(clicks(24).batch(3).rows(0, 1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(clicks(9).batch(0)), plain(clicks(9).batch(0)))
+    assert set(model.state_dict()) == set(plain.state_dict())
+    plain_stages(model)
+    assert not any(name in model.dense.__dict__ for name in type(model.dense).stages)
+
+
+def test_stages_and_their_gradients_as_one_graph_each_under_autocast():
+    """Forward and backward as a compiler sees them, with the operator in both; run without its kernels."""
+    plain = random_model("interformer")
+    model = copy.deepcopy(plain)
+    compile_stages(model.dense, backend="aot_eager")
+    for batch in (clicks(24).batch(1), clicks(30).batch(0)):
+        for one in (model, plain):
+            with torch.autocast("cpu", torch.float16):
+                one(batch).sum().backward()
+        pairs = [(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)]
+        apart = sum((one - other).square().sum() for one, other in pairs) / sum(other.square().sum() for _, other in pairs)
+        assert float(apart) ** 0.5 < 5e-3
+        model.zero_grad()
+        plain.zero_grad()
 
 
 @needs_compiler

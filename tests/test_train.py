@@ -352,13 +352,13 @@ def test_without_out_every_run_has_a_new_folder(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("options", "compiled"), [(["--compile"], True), (["--no-compile"], False), ([], False)], ids=str)
-def test_compile_compiles_the_regions_of_the_dense_part(options, compiled, monkeypatch, tmp_path, capsys):
+def test_compile_compiles_the_stages_of_the_dense_part(options, compiled, monkeypatch, tmp_path, capsys):
     """Without the option, on a GPU alone."""
     from gdpa.models.base import DensePart
     from gdpa.train import loop
 
     asked = []
-    monkeypatch.setattr(loop, "compile_regions", asked.append)
+    monkeypatch.setattr(loop, "compile_stages", asked.append)
     run(tmp_path / "run", "--steps", "1", *options)
     assert [isinstance(module, DensePart) for module in asked] == [True] * compiled
     assert (", compiled, " in capsys.readouterr().out) == compiled

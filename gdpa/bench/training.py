@@ -3,7 +3,8 @@
 The step is the trainer's own: forward, loss, backward, clipping, both optimisers, metrics. One model, one batch: the providers are set in
 it in turn, and before each turn the weights and the optimisers are those of the start.
 
-    set-up     the model, what lies between its attention calls compiled, which serves all providers alike
+    set-up     the model; where it is compiled: for gdpa's operator layer by layer, the operator's calls inside, and for an attention that
+               is no operator what lies between its calls (gdpa.nn.regions). One compilation serves all providers of either kind
     gate       the gradient of the dense part at full size, against the first provider's that ran; past TOLERANCE it is wrong
     a turn     one untimed step; timed ones, queued without a wait between them, by the wall clock from idle to idle; and one whose
                attention calls are timed where they run, queued behind products that keep the device busy
@@ -30,17 +31,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+import gdpa
 from gdpa import models
 from gdpa.bench import machine, timing, training_attention
 from gdpa.bench.plain import broken_cpu_products
 from gdpa.bench.providers import check_choice
 from gdpa.bench.tables import size
-from gdpa.bench.training_attention import Attention, Gdpa, Padded, Watched, on_gpu
+from gdpa.bench.training_attention import Attention, Gdpa, Padded, Watched, on_gpu, run_on, watched_backends
 from gdpa.bench.training_report import Report, Row, show
 from gdpa.data.schema import Batch
 from gdpa.errors import BackendUnavailable, GdpaError
 from gdpa.models import ClickModel
-from gdpa.nn.regions import compile_regions, plain_regions
+from gdpa.nn.regions import compile_regions, compile_stages, plain_regions, plain_stages
 from gdpa.train import metrics
 from gdpa.train.command import MEDIAN_SHARE
 from gdpa.train.loop import STEP_FORWARDS, Loop
@@ -173,6 +175,8 @@ def bench(plan: Plan, command_line: list[str], output: Path | None, console: Con
                 Comparison(name, plan, report, save, say)()
         except KeyboardInterrupt:
             interrupted = True
+        finally:
+            run_on(None)
         report.header["clocks"] = clocks.summary()
     save()
     show(report.as_json(), console)
@@ -206,6 +210,9 @@ class Comparison:
         self.rows = {provider: Row(name, plan.preset, provider) for provider in plan.providers}
         self.turns = {provider: Turns() for provider in plan.providers}
         self.attentions: dict[str, Attention] = {}
+        # What is set in the model now; and by kind of attention (`in_graphs`), why the model around it is not compiled, or None.
+        self.used: Attention | None = None
+        self.compiled: dict[bool, str | None] = {}
         # Whose gradient the others' are held against, and that gradient, on the CPU.
         self.anchor: tuple[str, dict[str, Tensor]] | None = None
         self.matmuls: list[float] = []
@@ -230,6 +237,8 @@ class Comparison:
 
     def _leave(self) -> None:
         """Let go of the model, for the next one's room."""
+        run_on(None)
+        self.used = None
         del self.loop, self.model, self.batch, self.weights
         self.anchor = None
         self.attentions.clear()
@@ -264,22 +273,52 @@ class Comparison:
             "parameters": summary.parameters,
             "step_flops": self.flops,
             "config": settings.config.to_dict(),
-            "compiled": self._compile(),
+            "compiled": False,
         }
 
-    def _compile(self) -> bool:
-        """Compile what lies between the attention's calls, if that is asked for and works; the rows say which."""
+    def _compile(self, provider: str, attention: Attention) -> None:
+        """Compile the model around attentions of this kind, if that is asked for and works; the row says which."""
         if not self.plan.compile:
-            return False
-        self.say(f"{self.name}: compiling what lies between the attention's calls")
-        compile_regions(self.model.dense)
-        failure = self._attempt(self._gradients)
-        if failure is not None:
-            plain_regions(self.model.dense)
-        for row in self.rows.values():
-            row.add_note("compiled between the attention's calls" if failure is None else f"not compiled: torch.compile {failure}")
-        self.model.zero_grad(set_to_none=True)
-        return failure is None
+            return
+        kind = attention.in_graphs
+        if kind not in self.compiled:
+            self.say(f"{self.name}: compiling the model for {provider}")
+            self.compiled[kind] = None
+            self.compiled[kind] = self._attempt(lambda: self._gradients_with(attention))
+            self.used = None
+            self.model.zero_grad(set_to_none=True)
+            self.report.header["models"][self.name]["compiled"] = not any(self.compiled.values())
+        failure = self.compiled[kind]
+        how = "compiled layer by layer" if kind else "compiled between the attention's calls"
+        self.rows[provider].add_note(how if failure is None else f"not compiled: torch.compile {failure}")
+
+    def _use(self, attention: Attention) -> None:
+        """Set it in the model, and the model's compiled parts that go with it."""
+        if self.used is attention:
+            return
+        self.used = None
+        plain_regions(self.model.dense)
+        plain_stages(self.model.dense)
+        inside = self._inside(attention)
+        if inside:
+            compile_stages(self.model.dense)
+        elif self._is_compiled(attention):
+            compile_regions(self.model.dense)
+        self.model.set_attention(gdpa.attention_varlen if inside else attention)
+        run_on(attention.backend if inside and isinstance(attention, Gdpa) else None)
+        self.used = attention
+
+    def _is_compiled(self, attention: Attention) -> bool:
+        return attention.in_graphs in self.compiled and self.compiled[attention.in_graphs] is None
+
+    def _inside(self, attention: Attention) -> bool:
+        """Whether compiled code calls it."""
+        return attention.in_graphs and self._is_compiled(attention)
+
+    def _gradients_with(self, attention: Attention) -> None:
+        attention.begin()
+        self._use(attention)
+        self._gradients()
 
     def _gradients(self) -> None:
         metrics.log_losses(self.loop.logits(self.batch), self.batch.labels).mean().backward()
@@ -306,7 +345,10 @@ class Comparison:
             row.error = reason
             return
         row.add_note(attention.note)
-        failure = self._attempt(lambda: self._check(provider, attention))
+        failure = self._attempt(lambda: self._learn(attention))
+        if failure is None:
+            self._compile(provider, attention)
+            failure = self._attempt(lambda: self._check(provider, attention))
         if failure is None and row.error is None:
             failure = self._attempt(lambda: self._memory(provider, attention))
         if isinstance(attention, Padded) and attention.padded_scores:
@@ -320,12 +362,21 @@ class Comparison:
         if row.error is None:
             self.attentions[provider] = attention
 
-    def _check(self, provider: str, attention: Attention) -> None:
-        """Hold the gradient of the dense part against that of the first provider of the same function."""
+    def _learn(self, attention: Attention) -> None:
+        """An eager forward, in which the attention learns what it must know of the batch."""
         self._restore()
+        self.used = None
+        plain_regions(self.model.dense)
+        plain_stages(self.model.dense)
+        run_on(None)
         self.model.set_attention(attention)
         attention.begin(learn=True)
-        self._gradients()
+        with torch.no_grad():
+            self.loop.logits(self.batch)
+
+    def _check(self, provider: str, attention: Attention) -> None:
+        """Hold the gradient of the dense part against that of the first provider of the same function."""
+        self._gradients_with(attention)
         gradients = {name: x.grad for name, x in self.model.dense_parameters() if x.grad is not None}
         row = self.rows[provider]
         if not all(bool(x.isfinite().all()) for x in gradients.values()):
@@ -350,11 +401,26 @@ class Comparison:
         if self.gpu:
             self.rows[provider].peak_bytes = torch.cuda.max_memory_allocated(self.device)
 
-    def _step(self, attention: Attention | Watched) -> None:
+    def _step(self, attention: Attention) -> None:
         """The trainer's step."""
-        (attention.attention if isinstance(attention, Watched) else attention).begin()
-        self.model.set_attention(attention)
+        attention.begin()
+        self._use(attention)
         self.loop.train_step(self.batch, self.examples, self.window)
+
+    def _watched_step(self, attention: Attention) -> tuple[float, float]:
+        """The milliseconds of the attention's calls in a step, forward and backward."""
+        if self._inside(attention):
+            with watched_backends(attention.backends, self.gpu) as marks:
+                self._step(attention)
+            return marks.milliseconds()
+        watched = Watched(attention, self.gpu)
+        self._use(attention)
+        self.model.set_attention(watched)
+        try:
+            self._step(attention)
+        finally:
+            self.used = None
+        return watched.milliseconds()
 
     def _rounds(self) -> None:
         plan, order, shuffled = self.plan, list(self.attentions), random.Random(0)
@@ -389,11 +455,9 @@ class Comparison:
         untimed = self._seconds(attention, 1)
         steps = max(1, min(self.plan.steps, int(TURN_SECONDS / untimed)))
         turns.step.ms.append(1e3 * self._seconds(attention, steps) / steps)
-        watched = Watched(attention, self.gpu)
         if self.gpu:
             self._keep_busy()
-        self._step(watched)
-        forward, backward = watched.milliseconds()
+        forward, backward = self._watched_step(attention)
         turns.forward.append(forward)
         turns.backward.append(backward)
         self.loop.updates.check()

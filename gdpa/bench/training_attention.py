@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import gdpa
+from gdpa import dispatch, operators
 from gdpa.activations import Activation
 from gdpa.bench.plain import FUNCTIONS, compiled
 from gdpa.bench.providers import free_bytes
@@ -41,6 +43,7 @@ class Attention:
     """
 
     same_function = True  # whether the gradients must be those of the others
+    in_graphs = False  # whether it is an operator that compiled code calls, so that a whole layer can be compiled around it
     note: str | None = None
 
     def __init__(self, name: str) -> None:
@@ -72,6 +75,8 @@ class Attention:
 
 class Gdpa(Attention):
     """`gdpa.attention_varlen`, on the backend that it chooses or on a named one."""
+
+    in_graphs = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -278,24 +283,23 @@ class _Unpad(torch.autograd.Function):
         return gradient.new_zeros((ctx.rows, *gradient.shape[1:])).index_copy_(0, places, gradient), None
 
 
-class Watched:
-    """An attention whose calls, forward and backward, are timed where they run: CUDA events on a GPU, the clock on a CPU.
+def run_on(backend: str | None) -> None:
+    """From now on the operator's calls that name no backend run on this one; None: on the fastest. A compiled model names none, so
+    that one compilation serves all backends."""
+    dispatch.choose = _choose if backend is None else lambda problem, name=None: _choose(problem, name or backend)
+    operators._plans.clear()  # what has been chosen so far
 
-    Identities around the call mark its backward: that of the output's runs just before it, that of the inputs' right after it, since
-    autograd runs what was recorded last first.
-    """
 
-    def __init__(self, attention: Attention, gpu: bool) -> None:
-        self.attention, self.gpu = attention, gpu
+_choose = dispatch.choose
+
+
+class Marks:
+    """Points of time before and after calls, where they run: CUDA events on a GPU, the clock on a CPU."""
+
+    def __init__(self, gpu: bool) -> None:
+        self.gpu = gpu
         self.forward_marks: list[Any] = []
         self.backward_marks: list[Any] = []
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        q, k, v = _MarkInputs.apply(self, q, k, v)  # type: ignore[no-untyped-call]
-        self.forward_marks.append(self.now())
-        out = self.attention(q, k, v, *arguments, **options)
-        self.forward_marks.append(self.now())
-        return _MarkOutput.apply(self, out)  # type: ignore[no-untyped-call, no-any-return]
 
     def now(self) -> Any:
         if not self.gpu:
@@ -315,6 +319,51 @@ class Watched:
         if self.gpu:
             return sum(float(start.elapsed_time(end)) for start, end in pairs)
         return 1e3 * float(sum(end - start for start, end in pairs))
+
+
+@contextmanager
+def watched_backends(names: Iterable[str], gpu: bool) -> Iterator[Marks]:
+    """Mark the operator's calls of these backends, from compiled code too."""
+    marks = Marks(gpu)
+
+    def marked(function: Callable[..., Any], into: list[Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            into.append(marks.now())
+            result = function(*arguments)
+            into.append(marks.now())
+            return result
+
+        return call
+
+    modules = [dispatch.load(name) for name in set(names)]
+    plain = [(module.forward, module.backward) for module in modules]
+    try:
+        for module, (forward, backward) in zip(modules, plain, strict=True):
+            module.forward = marked(forward, marks.forward_marks)  # type: ignore[attr-defined]
+            module.backward = marked(backward, marks.backward_marks)  # type: ignore[attr-defined]
+        yield marks
+    finally:
+        for module, (forward, backward) in zip(modules, plain, strict=True):
+            module.forward, module.backward = forward, backward  # type: ignore[attr-defined]
+
+
+class Watched(Marks):
+    """An attention whose calls are marked, forward and backward.
+
+    Identities around the call mark its backward: that of the output's runs just before it, that of the inputs' right after it, since
+    autograd runs what was recorded last first.
+    """
+
+    def __init__(self, attention: Attention, gpu: bool) -> None:
+        super().__init__(gpu)
+        self.attention = attention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        q, k, v = _MarkInputs.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+        self.forward_marks.append(self.now())
+        out = self.attention(q, k, v, *arguments, **options)
+        self.forward_marks.append(self.now())
+        return _MarkOutput.apply(self, out)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _MarkInputs(torch.autograd.Function):

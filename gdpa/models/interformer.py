@@ -56,6 +56,7 @@ class InterFormerDense(DensePart):
     """
 
     regions = ("places",)
+    stages = ("start", "context", "layer", "finish")
 
     def __init__(self, config: InterFormerConfig, schema: Schema, backend: str | None) -> None:
         super().__init__()
@@ -71,17 +72,49 @@ class InterFormerDense(DensePart):
 
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
         (events,) = sequences
-        x = first = self.features(dense, sparse, sequences)
+        first, context, stream, *places = self.start(dense, sparse, events)
+        x = first
+        for layer, modules in enumerate(zip(self.summarise, self.advance, self.interact, strict=False)):
+            if layer:
+                context = self.context(self.condense[layer], x)
+            x, stream = self.layer(*modules, x, context, stream, *places)
+        return self.finish(x, first, stream, *places)
+
+    def start(self, dense: Tensor, sparse: Tensor, events: Events) -> tuple[Tensor, ...]:
+        """X, the X_sum of the first layer, S, and what every layer needs to know of the sequences: `layer`'s last arguments."""
+        x = self.features(dense, sparse, (events,))
         context = self.condense[0](x)
         stream, offsets = prepend(self.encode(events), events.offsets, self.cls(context))
-        cos, sin, *ends = self.places(stream, offsets)
-        for layer, advance in enumerate(self.advance):
-            if layer:
-                context = self.condense[layer](x)
-            summary = self.summarise[layer](stream, offsets, *ends)
-            stream = advance(stream, offsets, (cos, sin), context)
-            x = self.interact[layer](x, summary)
-        logits: Tensor = self.head(x, first, self.summarise[-1](stream, offsets, *ends))
+        return x, context, stream, offsets, *self.places(stream, offsets)
+
+    def context(self, condense: CrossSummary, x: Tensor) -> Tensor:
+        """X_sum of a later layer."""
+        out: Tensor = condense(x)
+        return out
+
+    def layer(
+        self,
+        summarise: SequenceSummary,
+        advance: SequenceLayer,
+        interact: Interaction,
+        x: Tensor,
+        context: Tensor,
+        stream: Tensor,
+        offsets: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        there: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """X' and S'."""
+        summary = summarise(stream, offsets, rows, there)
+        return interact(x, summary), advance(stream, offsets, (cos, sin), context)
+
+    def finish(
+        self, x: Tensor, first: Tensor, stream: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, there: Tensor
+    ) -> Tensor:
+        """The logits; the turns cos and sin are for layers alone."""
+        logits: Tensor = self.head(x, first, self.summarise[-1](stream, offsets, rows, there))
         return logits
 
     def places(self, stream: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -54,6 +55,8 @@ class Kunlun(ClickModel):
 class KunlunDense(DensePart):
     """All of the model but its tables."""
 
+    stages = ("start", "layer", "finish")
+
     def __init__(
         self, config: KunlunConfig, schema: Schema, groups: list[EventConfig], types: list[int], backend: str | None
     ) -> None:
@@ -72,31 +75,59 @@ class KunlunDense(DensePart):
         self.head = Head(config.tokens, summary, config.width, config.head_hidden)
 
     def forward(self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]) -> Tensor:
-        x = first = self.features(dense, sparse, sequences)
-        streams = [stack.encode(events) for stack, events in zip(self.groups, sequences, strict=True)]
-        turns = [
+        first, streams, turns = self.start(dense, sparse, sequences)
+        x = first
+        cached: tuple[Tensor | None, ...] = (None,) * len(streams)
+        for layer, (generate, interact) in enumerate(zip(self.generate, self.interact, strict=True)):
+            pools = tuple(stack.pool(layer) for stack in self.groups)
+            steps = tuple(stack.step(layer) for stack in self.groups)
+            x, streams, fresh = self.layer(generate, interact, pools, steps, x, streams, sequences, turns, _reused(pools, cached))
+            cached = tuple(map(_newer, fresh, cached))
+        pools = tuple(stack.pool(len(self.generate)) for stack in self.groups)
+        return self.finish(pools, x, first, streams, sequences, _reused(pools, cached))
+
+    def start(
+        self, dense: Tensor, sparse: Tensor, sequences: tuple[Events, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[tuple[Tensor, Tensor] | None, ...]]:
+        """X, S of every group, and the turns of its self-attentions where it has any."""
+        streams = tuple(stack.encode(events) for stack, events in zip(self.groups, sequences, strict=True))
+        turns = tuple(
             stack.turns(stream, events.offsets, events.ages) if len(stack.windows) else None
             for stack, stream, events in zip(self.groups, streams, sequences, strict=True)
-        ]
-        cached: list[Tensor | None] = [None] * len(streams)
-        for layer, (generate, interact) in enumerate(zip(self.generate, self.interact, strict=True)):
-            context = generate(x)
-            summaries = self._summaries(layer, streams, sequences, cached)
-            cached = list(summaries)
-            streams = [
-                stack.advance(layer, stream, events, turned, context)
-                for stack, stream, events, turned in zip(self.groups, streams, sequences, turns, strict=True)
-            ]
-            x = interact(x, torch.cat((context, *summaries), dim=1))
-        finished = self._summaries(len(self.generate), streams, sequences, cached)
+        )
+        return self.features(dense, sparse, sequences), streams, turns
+
+    def layer(
+        self,
+        generate: TokenMixer,
+        interact: Interaction,
+        pools: tuple[SummaryPool | None, ...],
+        steps: tuple[PFFN | WindowLayer | None, ...],
+        x: Tensor,
+        streams: tuple[Tensor, ...],
+        sequences: tuple[Events, ...],
+        turns: tuple[tuple[Tensor, Tensor] | None, ...],
+        cached: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """X', S' of every group, and its H where this layer pools it; `cached` are the others'."""
+        context = generate(x)
+        fresh = _pooled(pools, streams, sequences)
+        streams = tuple(map(partial(_stepped, context), steps, streams, sequences, turns))
+        return interact(x, torch.cat((context, *map(_newer, fresh, cached)), dim=1)), streams, fresh
+
+    def finish(
+        self,
+        pools: tuple[SummaryPool | None, ...],
+        x: Tensor,
+        first: Tensor,
+        streams: tuple[Tensor, ...],
+        sequences: tuple[Events, ...],
+        cached: tuple[Tensor | None, ...],
+    ) -> Tensor:
+        """The logits."""
+        finished = tuple(map(_newer, _pooled(pools, streams, sequences), cached))
         logits: Tensor = self.head(x, first, torch.cat(finished, dim=1))
         return logits
-
-    def _summaries(
-        self, layer: int, streams: list[Tensor], sequences: tuple[Events, ...], cached: list[Tensor | None]
-    ) -> list[Tensor]:
-        groups = zip(self.groups, streams, sequences, cached, strict=True)
-        return [stack.summarise(layer, stream, events, last) for stack, stream, events, last in groups]
 
     def parts(self, lengths: Sequence[Tensor]) -> Iterator[Part]:
         batch = len(lengths[0])
@@ -137,28 +168,21 @@ class EventStack(nn.Module):
         self.windows = module_list(WindowLayer(group.width, group.heads, group.window) for _ in range(group.layers // 2))
         self.pools = module_list(SummaryPool(group, config.width, backend) for _ in range((group.layers + 1) // 2 + 1))
 
-    def summarise(self, layer: int, stream: Tensor, events: Events, cached: Tensor | None) -> Tensor:
-        """H of a layer, from its S_l or as it was before (CompSkip)."""
+    def pool(self, layer: int) -> SummaryPool | None:
+        """What makes H of a layer, from its S_l; None where H is as it was before (CompSkip)."""
         if layer == self.depth:
-            return self.pools[-1](stream, events)  # type: ignore[no-any-return]
-        if layer < self.depth and layer % 2 == 0:
-            return self.pools[layer // 2](stream, events)  # type: ignore[no-any-return]
-        assert cached is not None, "layer 0 pools"
-        return cached
+            return self.pools[-1]
+        return self.pools[layer // 2] if layer < self.depth and layer % 2 == 0 else None
+
+    def step(self, layer: int) -> PFFN | WindowLayer | None:
+        """What makes S_l+1 of S_l; None where the group has no such layer."""
+        if layer >= self.depth:
+            return None
+        return self.windows[layer // 2] if layer % 2 else self.personalise[layer // 2]
 
     def turns(self, stream: Tensor, offsets: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
         """Of ROTE, which are those of every self-attention of the stack."""
         return self.windows[0].attend.rotary.turns(stream.shape[0], offsets, ages, stream.dtype)
-
-    def advance(self, layer: int, stream: Tensor, events: Events, turns: tuple[Tensor, Tensor] | None, context: Tensor) -> Tensor:
-        """S_l -> S_l+1."""
-        if layer >= self.depth:
-            return stream
-        if layer % 2 == 0:
-            out: Tensor = self.personalise[layer // 2](stream, events.offsets, context=context.to(stream.dtype))
-        else:
-            out = self.windows[layer // 2](stream, events, turns)
-        return out
 
     def parts(self, name: str, lengths: Tensor) -> Iterator[Part]:
         yield part(f"{name} encoder", [self.encode], self.encode.flops(int(lengths.sum())))
@@ -167,6 +191,39 @@ class EventStack(nn.Module):
             attention = sum(window_attention_flops(layer.attend, lengths) for layer in self.windows)
             yield part(f"{name} window attention", self.windows, attention)
         yield part(f"{name} HSP", self.pools, sum(pool.flops(lengths) for pool in self.pools))
+
+
+def _pooled(
+    pools: tuple[SummaryPool | None, ...], streams: tuple[Tensor, ...], sequences: tuple[Events, ...]
+) -> tuple[Tensor | None, ...]:
+    """H of every group that has a pool here."""
+    groups = zip(pools, streams, sequences, strict=True)
+    return tuple(None if pool is None else pool(stream, events) for pool, stream, events in groups)
+
+
+def _reused(pools: tuple[SummaryPool | None, ...], cached: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The last H of the groups that have no pool here."""
+    return tuple(last if pool is None else None for pool, last in zip(pools, cached, strict=True))
+
+
+def _newer(fresh: Tensor | None, cached: Tensor | None) -> Tensor:
+    """H of a layer."""
+    summary = cached if fresh is None else fresh
+    assert summary is not None, "layer 0 pools"
+    return summary
+
+
+def _stepped(
+    context: Tensor, step: PFFN | WindowLayer | None, stream: Tensor, events: Events, turns: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """S' of one group."""
+    if step is None:
+        return stream
+    if isinstance(step, PFFN):
+        out: Tensor = step(stream, events.offsets, context=context.to(stream.dtype))
+    else:
+        out = step(stream, events, turns)
+    return out
 
 
 class EventEncoder(nn.Module):

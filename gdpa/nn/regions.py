@@ -1,11 +1,14 @@
-"""torch.compile around what lies between calls of the attention.
+"""torch.compile of parts of a model, each compiled once for all layers that are alike, so that a deep model compiles as fast as one layer.
 
 A module names its regions: methods without a call of the operator, tensors in and tensors out, which a compiler can join into few
-kernels. Between them the operator, and every other kernel that is not the compiler's, is called as ever. Compiling the whole module
-is the other way; regions are shared by all modules of a class, so that a deep model compiles as fast as one layer, and what computes
-the attention may be exchanged without compiling anew.
+kernels. Between them the operator, and every other kernel that is not the compiler's, is called as ever, so that what computes the
+attention may be exchanged without compiling anew.
 
-Outputs of a region are tensors of their own, or at most one view of an intermediate: autograd adds up the gradients of several views of one
+A model names its stages: methods that run a whole layer, the calls of the operator inside. There are few of them, and what a call of
+compiled code costs the host, which at small batches is more than the device takes, is paid as many times; gradients of branches are
+added where they are computed. The modules of a layer are arguments of its stage.
+
+Outputs of either are tensors of their own, or at most one view of an intermediate: autograd adds up the gradients of several views of one
 tensor outside the compiled code, each padded to that tensor's size.
 """
 
@@ -49,10 +52,36 @@ def compile_regions(module: nn.Module, *, backend: str | Callable[..., Any] = "i
     return len(names) + sum(compile_regions(child, backend=backend) for child in inside)
 
 
+def compile_stages(module: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> int:
+    """Compile the stages of a model's dense part, for sizes that may change from call to call; see `compile_regions`.
+
+    Compiled anew for another `backend` of the attention. Modules whose `operator` is not `gdpa.attention_varlen`, and those that
+    `fully_shard` has put hooks on, want `compile_regions`.
+
+    Returns:
+        How many stages there are.
+    """
+    names: tuple[str, ...] = getattr(type(module), "stages", ())
+    for name in names:
+        method = getattr(type(module), name)
+        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters())
+        module.__dict__[name] = _Stage(module, method, shapes, backend)
+    return len(names) + sum(compile_stages(child, backend=backend) for child in module.children())
+
+
 def plain_regions(module: nn.Module) -> None:
     """Undo `compile_regions`."""
+    _remove(module, "regions")
+
+
+def plain_stages(module: nn.Module) -> None:
+    """Undo `compile_stages`."""
+    _remove(module, "stages")
+
+
+def _remove(module: nn.Module, kind: str) -> None:
     for child in module.modules():
-        for name in getattr(type(child), "regions", ()):
+        for name in getattr(type(child), kind, ()):
             child.__dict__.pop(name, None)
 
 
@@ -67,13 +96,30 @@ def _compiled(method: FunctionType, shapes: Hashable, backend: str | Callable[..
 class _Region:
     """A method in the place of the module's own."""
 
-    def __init__(self, module: nn.Module, method: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, method: FunctionType, compiled: Callable[..., Any]) -> None:
         self.module, self.method, self.compiled = module, method, compiled
 
     def __call__(self, *arguments: Any) -> Any:
         # A compiler that is at work already takes the plain method into its own graph.
         plain = torch.compiler.is_compiling() or any(map(_small, arguments))
         return (self.method if plain else self.compiled)(self.module, *arguments)
+
+
+class _Stage:
+    """A method in the place of the module's own, whose arguments are modules too."""
+
+    def __init__(self, module: nn.Module, method: FunctionType, shapes: Hashable, backend: str | Callable[..., Any]) -> None:
+        self.module, self.method, self.shapes, self.backend = module, method, shapes, backend
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or any(map(_small, arguments)):
+            return self.method(self.module, *arguments)
+        return _compiled(self.method, (self.shapes, _kind(arguments)), self.backend)(self.module, *arguments)
+
+
+def _kind(argument: Any) -> Any:
+    """Layers of other modules have code of their own, see `_compiled`."""
+    return tuple(map(_kind, argument)) if isinstance(argument, tuple) else type(argument)
 
 
 def _small(argument: Any) -> bool:

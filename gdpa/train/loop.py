@@ -23,7 +23,7 @@ from gdpa.data.schema import Batch
 from gdpa.distributed.parallel import parallelize
 from gdpa.errors import GdpaError
 from gdpa.models import ClickModel, Table
-from gdpa.nn.regions import compile_regions
+from gdpa.nn.regions import compile_regions, compile_stages
 from gdpa.train import metrics, state
 from gdpa.train.checkpoint import Checkpoints, check_same, read_state
 from gdpa.train.log import Log
@@ -72,7 +72,9 @@ class Loop:
         self.model = model
         self.wrapped = _parallel(model, settings, world)
         if settings.compile:
-            compile_regions(model.dense)
+            # Sharded layers are gathered by hooks, which no graph may hold.
+            sharded = world.group is not None and settings.parallel == "fsdp"
+            (compile_regions if sharded else compile_stages)(model.dense)
         self.updates = Updates(model.dense_parameters(), model.table_parameters(), settings.rates, world.group)
         self.checkpoints = Checkpoints(folder.checkpoints, settings.keep)
         self.step = 0
