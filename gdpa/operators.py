@@ -129,30 +129,30 @@ class _Attention(torch.autograd.Function):
     """Nothing but the inputs is saved: there are no row statistics.
 
     `ctx` is forward's own argument: a Function with a setup_context has its signature inspected at every call, 35 microseconds of it.
-    What is no tensor comes as one tuple: each argument costs at every call.
+    What is not differentiated comes as one tuple, the operator's arguments behind v: each argument of a Function costs at every call.
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], numbers: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.numbers = numbers
-        return run(*tensors, *numbers)
+    def forward(ctx: Any, run: Callable[..., Tensor], options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, *options[:3])
+        ctx.numbers = options[3:]
+        return run(q, k, v, *options)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        needs = ctx.needs_input_grad[2:5]
+        needs = ctx.needs_input_grad[2:]
         grads = torch.ops.gdpa.backward.default(d_out, *ctx.saved_tensors, *ctx.numbers, *needs)
         wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-        return (None, None, *wanted, None, None, None)
+        return (None, None, *wanted)
 
 
-# Function.apply looks for functorch's tensors among the arguments, a few microseconds; the caller has seen that there are none.
+# Function.apply looks for functorch's tensors among the arguments, 3 of 9 microseconds; the caller has seen that there are none.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _Attention).apply
 
 
-def record_plain(out: Tensor, numbers: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
-    """`out`, as what `gdpa::forward` has computed from its tensors, plain ones, and its numbers, for autograd to go back from."""
-    return _apply(lambda *_: out, numbers, *tensors)
+def record_plain(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    """`out`, as what `gdpa::forward` has computed from these arguments, plain tensors, for autograd to go back from."""
+    return _apply(lambda *_: out, options, q, k, v)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -160,9 +160,9 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., tuple[Tensor, Tensor, Tensor]], numbers: tuple[Any, ...], *tensors: Tensor | None
+        ctx: Any, run: Callable[..., tuple[Tensor, Tensor, Tensor]], options: tuple[Any, ...], *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return run(*tensors, *numbers)
+        return run(*tensors, *options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -186,7 +186,7 @@ def _below_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _autograd(function: type[torch.autograd.Function], operator: str, implementation: Callable[..., Any], tensors: int) -> None:
-    """`tensors` are differentiated, and stand first; three more follow them: the offsets and out_scale."""
+    """The operator's first `tensors` arguments are differentiated."""
     overload = getattr(torch.ops.gdpa, operator).default
     runs: dict[int, Callable[..., Any]] = {}  # by dispatch keys, of which a process sees a few sets
 
@@ -201,7 +201,7 @@ def _autograd(function: type[torch.autograd.Function], operator: str, implementa
         if torch.is_grad_enabled():
             for x in arguments[:tensors]:
                 if x.requires_grad:
-                    return function.apply(run, arguments[tensors + 3 :], *arguments[: tensors + 3])
+                    return function.apply(run, arguments[tensors:], *arguments[:tensors])
         return run(*arguments)
 
     library.impl(operator, record, "Autograd", with_keyset=True)

@@ -101,8 +101,8 @@ def take(
         call.by_rows[rows] = ready
     out = ready.run(q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
     if out is not None and call.recorded and torch.is_grad_enabled():
-        numbers = (max_seqlen_q, max_seqlen_k, *call.numbers)
-        return operators.record_plain(out, numbers, q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
+        others = (cu_seqlens_q, cu_seqlens_k, scales, max_seqlen_q, max_seqlen_k, *call.numbers)
+        return operators.record_plain(out, q, k, v, *others)
     return out
 
 
