@@ -123,6 +123,7 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     step.add_argument("--model", action="append", metavar="NAME", help="interformer, kunlun (default: both); may be repeated")
     step.add_argument("--preset", metavar="NAME", help="tiny, small or gem-block (default: gem-block on a GPU, tiny on a CPU)")
     _compile_argument(step)
+    step.add_argument("--lengths", metavar="NAME", help="of the histories: uniform from 1 to the longest (default), or lognormal")
     step.add_argument("--steps", type=_positive, help="timed steps of each provider's turn, at most (default: 4)")
     how = bench.add_argument_group("how")
     how.add_argument(

@@ -256,12 +256,14 @@ def test_the_suite_measures_both_models_and_writes_every_key(tmp_path, capsys):
     assert all(row["gradient_difference"] < 1e-5 for row in data["rows"] if row["provider"] == "gdpa")
     assert data["header"]["suite"] == "train" and "--suite train" in data["header"]["command"]
     longest = models.PRESETS["kunlun"]["tiny"].max_history
-    batch = SyntheticClicks(8, median_length=longest // 8, max_length=longest).batch(0)
+    batch = SyntheticClicks(8, lengths="uniform", max_length=longest).batch(0)
+    assert data["header"]["lengths"] == "uniform"
     facts = data["header"]["models"]["kunlun"]
     assert (facts["batch"], facts["events"]) == (8, batch.history.items.shape[0])
     model = models.build("kunlun", "tiny", SyntheticClicks(1).schema)
     assert facts["step_flops"] == 3 * model.flops(batch)
     printed = capsys.readouterr().out
+    assert f"{facts['events']} events, uniform histories, the longest" in printed
     assert "kunlun, tiny" in printed and "samples/s" in printed and "the samples/s of eager" in printed
 
 
@@ -454,6 +456,14 @@ def test_the_file_is_whole_after_every_round_and_ctrl_c_leaves_the_rows_so_far(m
     assert [row["rounds"] for row in rounds[1]["rows"]] == [row["rounds"] for row in data["rows"]] == [1, 1]
 
 
+def test_lognormal_histories_are_drawn_on_demand(tmp_path):
+    data = suite(tmp_path / "rows.json", "--model", "kunlun", "--provider", "gdpa", "--lengths", "lognormal")
+    longest = models.PRESETS["kunlun"]["tiny"].max_history
+    batch = SyntheticClicks(8, median_length=longest // 8, max_length=longest).batch(0)
+    assert data["header"]["lengths"] == "lognormal"
+    assert data["header"]["models"]["kunlun"]["events"] == batch.history.items.shape[0]
+
+
 def test_gem_block_has_a_batch_that_padding_fits():
     plan = training.Plan(("interformer", "kunlun"), "gem-block", ("gdpa",), CPU, True)
     assert {name: plan.settings(name).batch_size for name in plan.models} == {"interformer": 192, "kunlun": 512}
@@ -467,6 +477,8 @@ def test_gem_block_has_a_batch_that_padding_fits():
         (["--suite", "train", "--model", "kunlum"], "did you mean 'kunlun'?"),
         (["--suite", "train", "--preset", "huge"], "--preset: expected one of tiny, small, gem-block, got 'huge'"),
         (["--suite", "train", "--providers", "fa3"], "--provider: expected one of gdpa, "),
+        (["--suite", "train", "--lengths", "lognornal"], "--lengths: expected one of uniform, lognormal, got 'lognornal'"),
+        (["--lengths", "uniform"], "--lengths: expected with --suite train alone"),
         (["--suite", "train", "--dtype", "fp16"], "--dtype: expected bf16 or fp32"),
         (["--suite", "train", "--seconds", "0"], "--seconds: expected a positive number"),
         (["--suite", "train", "--case", "self-8"], "--case: expected with the other suites alone"),

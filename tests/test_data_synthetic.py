@@ -88,6 +88,12 @@ def test_batches_are_of_the_schema_with_heavy_tails_empties_and_every_event_type
     assert batch.sparse[:, 1:].amax(0).tolist() == [COUNTRIES - 1, PLACEMENTS - 1]
 
 
+def test_uniform_histories_have_every_length_to_the_cap():
+    clicks = SyntheticClicks(batch_size=1024, lengths="uniform", median_length=16, max_length=20)
+    lengths = clicks.batch(0).check(clicks.schema).lengths
+    assert lengths.unique().tolist() == list(range(1, 21)) and abs(float(lengths.float().mean()) - 10.5) < 0.6
+
+
 def test_a_batch_depends_on_seed_and_index_alone():
     clicks = SyntheticClicks(batch_size=32, seed=5)
     in_order = [clicks.batch(i) for i in range(4)]
@@ -123,7 +129,7 @@ def test_traffic_without_any_history_has_no_match():
         ("items", 100),
         ("categories", 1),
         ("dense", 2),
-        ("lengths", "uniform"),
+        ("lengths", "normal"),
         ("median_length", 0),
         ("max_length", 0),
         ("empty", 1.5),

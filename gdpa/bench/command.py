@@ -64,7 +64,7 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
 
         training_plan = training.plan_of(options, device, listed)
         return training.bench(training_plan, options.command_line, outputs.get("json"), console, progress_console)
-    for name in ("model", "preset", "compile", "steps"):
+    for name in ("model", "preset", "compile", "lengths", "steps"):
         if getattr(options, name) is not None:
             raise GdpaError(f"--{name}: expected with --suite {TRAIN} alone, got it without")
     plan = _plan(options, device)

@@ -60,6 +60,8 @@ STEPS = 4
 LEAST_ROUNDS, MOST_ROUNDS = 3, 12
 # Slow steps are fewer: as many as this allows, and one at least.
 TURN_SECONDS = 0.5
+# Of the histories: uniform from 1 to the longest is the traffic of the published benchmark; of lognormal ones most are short.
+LENGTHS = ("uniform", "lognormal")
 # How far the dense part's gradient may be from that of another provider: rounding alone, through all layers, under autocast or not.
 TOLERANCE = {True: 0.1, False: 1e-3}
 # Products of the yardstick's size that are queued before the step whose attention is timed: about 50 ms of an H200.
@@ -74,6 +76,7 @@ class Plan:
     device: torch.device
     bf16: bool
     compile: bool = False
+    lengths: str = LENGTHS[0]
     batch: int | None = None
     seed: int = 0
     steps: int = STEPS
@@ -119,6 +122,8 @@ def plan_of(options: argparse.Namespace, device: torch.device, listed: Callable[
         providers = list(training_attention.NAMES)
     for name in providers:
         check_choice("--provider", name, (*training_attention.NAMES, "all"))
+    lengths = options.lengths or LENGTHS[0]
+    check_choice("--lengths", lengths, LENGTHS)
     if options.dtype not in (None, torch.bfloat16, torch.float32):
         raise GdpaError(f"--dtype: expected bf16 or fp32, got {options.dtype}")
     bf16 = gpu if options.dtype is None else options.dtype == torch.bfloat16
@@ -134,6 +139,7 @@ def plan_of(options: argparse.Namespace, device: torch.device, listed: Callable[
         device=device,
         bf16=bf16,
         compile=gpu if options.compile is None else options.compile,
+        lengths=lengths,
         batch=options.batch,
         seed=options.seed or 0,
         steps=options.steps or STEPS,
@@ -153,6 +159,7 @@ def bench(plan: Plan, command_line: list[str], output: Path | None, console: Con
             "R": None,
             "dtype": "bfloat16" if plan.bf16 else "float32",
             "preset": plan.preset,
+            "lengths": plan.lengths,
             "seed": plan.seed,
             "steps": plan.steps,
             "models": {},
@@ -248,7 +255,11 @@ class Comparison:
         settings = self.plan.settings(self.name)
         longest = settings.config.max_history
         source = Synthetic(
-            settings.batch_size, seed=settings.seed, median_length=max(1, longest // MEDIAN_SHARE), max_length=longest
+            settings.batch_size,
+            seed=settings.seed,
+            lengths=self.plan.lengths,
+            median_length=max(1, longest // MEDIAN_SHARE),
+            max_length=longest,
         )
         host = source.batches(0)
         batch = next(host).recent(longest)

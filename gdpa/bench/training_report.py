@@ -113,13 +113,14 @@ def load(path: Path, argument: str) -> dict[str, Any]:
 def show(data: dict[str, Any], console: Console) -> None:
     """One table per model, from the JSON's dictionary."""
     facts = data["header"]["models"]
+    lengths = data["header"].get("lengths", "lognormal")  # files of before there was a choice
     for model, group in groupby(data["rows"], key=lambda row: row["model"]):
         rows = list(group)
         console.print(f"\n[bold]{model}, {rows[0]['preset']}[/bold]")
         if model in facts:
             known = facts[model]
             console.print(
-                f"[dim]batch {known['batch']}, {known['events']:,} events, the longest history {known['longest']}, "
+                f"[dim]batch {known['batch']}, {known['events']:,} events, {lengths} histories, the longest {known['longest']}, "
                 f"{known['parameters']:,} parameters, {known['step_flops'] / 1e12:.3g} TFLOP a step, {data['header']['dtype']}[/dim]"
             )
         console.print(_table(rows))

@@ -49,9 +49,9 @@ _WORLD, _BATCH = 0, 1  # streams of random bits
 class SyntheticClicks:
     """Seeded click traffic: `batch(index)`, or `batches(start)` without end.
 
-    lengths         "lognormal" or "power-law": the generator of gdpa.data.traffic that draws the histories' lengths
-    median_length   of a lognormal history; the shortest one of a power law
-    max_length      the cap; a share of `empty` of the histories is empty
+    lengths         "lognormal", "power-law" or "uniform": the generator of gdpa.data.traffic that draws the histories' lengths
+    median_length   of a lognormal history; the shortest one of a power law; not read where they are uniform, from 1 to the cap
+    max_length      the cap; a share of `empty` of the histories is empty, of uniform ones none
 
     Example:
         >>> clicks = SyntheticClicks(batch_size=4, seed=1)
@@ -84,8 +84,8 @@ class SyntheticClicks:
                 raise GdpaError(f"{name}: expected an integer of at least {least}, got {value!r}")
         if not isinstance(items, int) or items < categories or items % categories:
             raise GdpaError(f"items: expected a multiple of the number of categories ({categories}), got {items!r}")
-        if lengths not in ("lognormal", "power-law"):
-            raise GdpaError(f"lengths: expected 'lognormal' or 'power-law', got {lengths!r}")
+        if lengths not in ("lognormal", "power-law", "uniform"):
+            raise GdpaError(f"lengths: expected 'lognormal', 'power-law' or 'uniform', got {lengths!r}")
         if not 0 <= empty <= 1:
             raise GdpaError(f"empty: expected a fraction from 0 to 1, got {empty!r}")
         self.batch_size, self.seed, self.categories = batch_size, seed, categories
@@ -163,6 +163,8 @@ class SyntheticClicks:
     def _draw_lengths(self, seed: int) -> Tensor:
         if self._lengths == "lognormal":
             return traffic.lognormal(self.batch_size, self._cap, median=self._median, empty=self._empty, seed=seed)
+        if self._lengths == "uniform":
+            return traffic.uniform(self.batch_size, self._cap, seed=seed)
         return traffic.power_law(self.batch_size, self._cap, shortest=self._median, empty=self._empty, seed=seed)
 
     def _draw_ages(self, bits: _Bits, offsets: Tensor, example: Tensor) -> Tensor:

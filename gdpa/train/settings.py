@@ -19,7 +19,7 @@ class Settings:
     """steps             the number of the last step; a run may be resumed with a larger one
     batch_size        examples of a step over all ranks
     bf16              autocast to bfloat16; parameters, losses and optimisers stay in float32
-    compile           torch.compile of what lies between the attention's calls (gdpa.nn.regions)
+    compile           torch.compile of the dense part layer by layer (gdpa.nn.regions)
     log_every         steps between two lines of the log; so often a GPU is waited for
     checkpoint_every  steps between two checkpoints; the newest `keep` stay
     evaluation        held-out examples that the scores at the end are of, at most, in whole batches

@@ -53,11 +53,21 @@ class Source(Protocol):
 class Synthetic:
     """The generator's batches; several are made at a time, since each is a function of its index."""
 
-    def __init__(self, batch_size: int, *, seed: int, median_length: int, max_length: int, workers: int = 1) -> None:
-        self._clicks = SyntheticClicks(batch_size, seed=seed, median_length=median_length, max_length=max_length)
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        median_length: int,
+        max_length: int,
+        lengths: str = "lognormal",
+        workers: int = 1,
+    ) -> None:
+        drawn = {"lengths": lengths, "median_length": median_length, "max_length": max_length}
+        self._clicks = SyntheticClicks(batch_size, seed=seed, **drawn)  # type: ignore[arg-type]
         self._workers = workers
         self.schema = self._clicks.schema
-        self.facts = {"kind": "synthetic", "seed": seed, "median_length": median_length, "max_length": max_length}
+        self.facts = {"kind": "synthetic", "seed": seed, **drawn}
 
     def batches(self, start: int) -> Iterator[Batch]:
         waiting: list[Future[Batch]] = []
