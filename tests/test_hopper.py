@@ -5,6 +5,7 @@ What the kernel computes is tested in tests/gpu, how it compiles in test_compile
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -228,7 +229,13 @@ class TestTheBareLauncher:
         run.global_scratch_align = run.profile_scratch_align = 1
         metadata = lambda grid, stream, *arguments: ("metadata", grid, stream)  # noqa: E731
         kernel = SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 1000), launch_metadata=metadata)
-        return SimpleNamespace(kernel=kernel, calls=calls, encoded=encoded)
+        # The forward kernel, by its arguments: four descriptors, two pointers, six numbers, 15 constants.
+        four = {**dict.fromkeys(range(4), "tensordesc<bf16[1,1,64,64]>"), **dict.fromkeys(range(4, 12), "i32"), 12: "constexpr"}
+        of_four = copy.copy(run)
+        of_four.launch = driver.wrap_handle_tensordesc(lambda *arguments: calls.append(arguments), four, self.LAYOUTS[:1] * 4)
+        forward = SimpleNamespace(run=of_four, function=11, packed_metadata=(4, 1, 1000), launch_metadata=metadata)
+        compiled = type("Compiled", (), {"__getitem__": lambda self, grid: lambda *arguments, **constants: forward})()
+        return SimpleNamespace(kernel=kernel, four=compiled, calls=calls, encoded=encoded)
 
     def start(self, started: Any, *tensors: torch.Tensor, recipe: Any = None) -> Any:
         from gdpa.backends.hopper import launch
@@ -252,6 +259,30 @@ class TestTheBareLauncher:
         hooks = slice(11, 13)  # empty chains, or none
         assert bare == again == (*ordinary[:11], None, None, *ordinary[13:])
         assert all(not chain.calls for chain in ordinary[hooks])
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("out_scale", [None, "per-sequence"], ids=["one scale", "a scale each"])
+    def test_of_a_prepared_call_is_given_what_triton_gives_it(self, started, monkeypatch, form, out_scale):
+        from gdpa.backends.hopper import launch
+
+        options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "out_scale": out_scale}
+        case = make_case(form, q_lengths=(130, 7), k_lengths=(5, 300), **options)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(launch, "_recipes", {})
+        monkeypatch.setattr(launch, "forward_kernel", started.four)
+        call(case)
+        del started.calls[:]
+        outs = [call(case) for _ in range(2)]
+        monkeypatch.setattr(launch, "_is_hooked", lambda: True)  # Triton's own way
+        outs.append(call(case))
+        seen = []
+        for arguments, out in zip(map(list, started.calls), outs, strict=True):
+            assert arguments.pop(40)[1].startswith(f"({out.data_ptr()}, ")
+            del arguments[10:13]  # metadata for hooks, and the hooks
+            seen.append(comparable(tuple(arguments)))
+        assert seen[0] == seen[1] == seen[2]
 
     def test_finds_a_descriptor_by_its_address_alone(self, started):
         tensors = [torch.zeros(10, 2, 64).bfloat16() for _ in range(3)]

@@ -293,6 +293,45 @@ def test_records_are_shared_until_the_offsets_change():
     assert schedule.records(q, k, 2, 11, 15, 128)[1:3, 3:5].tolist() == [[4, 11], [0, 4]]
 
 
+class TestKnownRecords:
+    """What a launch looks up before it asks for a list to be built."""
+
+    @pytest.fixture
+    def capturing(self, monkeypatch) -> list[bool]:
+        state = [False]
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: state[0])
+        return state
+
+    @pytest.mark.parametrize("sides", ["both", "one for both", "queries", "keys"])
+    def test_are_those_that_were_built(self, capturing, sides):
+        q, k = offsets(5, 6), offsets(7, 8)
+        q, k = {"both": (q, k), "one for both": (q, q), "queries": (q, None), "keys": (None, k)}[sides]
+        kind = schedule.records_kind(q is not None, k is not None, 2, 11, 15, 128)
+        assert schedule.known_records(kind, q, k, 0) is None
+        built = schedule.records(q, k, 2, 11, 15, 128)
+        assert schedule.known_records(kind, q, k, 0) is built
+        assert schedule.known_records(kind, q, k, 1) is None, "of another stream"
+        assert schedule.known_records((*kind[:-1], 64), q, k, 0) is None
+        capturing[0] = True
+        assert schedule.known_records(kind, q, k, 0) is None, "a captured graph builds its own"
+
+    @pytest.mark.parametrize("changed", ["queries", "keys"])
+    def test_are_gone_when_offsets_change(self, capturing, changed):
+        q, k = offsets(5, 6), offsets(7, 8)
+        kind = schedule.records_kind(True, True, 2, 11, 15, 128)
+        schedule.records(q, k, 2, 11, 15, 128)
+        (q if changed == "queries" else k)[1] = 4
+        assert schedule.known_records(kind, q, k, 0) is None
+
+    def test_are_not_given_to_another_tensor_at_the_address(self, capturing):
+        for length in range(1, 50):
+            cu = offsets(length)
+            kind = schedule.records_kind(True, False, 1, 60, 3, 128)
+            assert schedule.known_records(kind, cu, None, 0) is None
+            schedule.records(cu, None, 1, 60, 3, 128)
+            del cu
+
+
 @needs_triton
 def test_strided_offsets_are_read_by_their_strides():
     apart = torch.tensor([0, 99, 5, 99, 11, 99], device=DEVICE)[::2]

@@ -54,6 +54,7 @@ def mappable(x: Tensor) -> bool:
     return together and 0 < rows < RAGGED and strides[-3] > 0 and x.numel() > 0
 
 
+@cache
 def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """`torch.empty_strided` on this device, which must be the current one, past the dispatcher: what Inductor's code allocates with.
 

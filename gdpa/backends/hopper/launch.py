@@ -46,10 +46,11 @@ _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
 class Recipe:
     """How calls of one kind run, whatever their addresses and numbers of rows: these change with every jagged batch.
 
-    `geometries` are the shapes and strides of the kernel's descriptors.
+    `geometries` are the shapes and strides of the kernel's descriptors. `arguments` are what the C function is given before the
+    kernel's pointers, with `places` for the tensors' maps.
     """
 
-    __slots__ = ("constants", "encoded", "geometries", "kernel", "launcher")
+    __slots__ = ("arguments", "constants", "encoded", "geometries", "kernel", "launcher", "places")
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...], geometries: tuple[tuple[list[int], list[int]], ...]) -> None:
         self.kernel = kernel
@@ -57,7 +58,13 @@ class Recipe:
         self.geometries = geometries
         self.launcher = bare_launcher(kernel)
         encoders = [] if self.launcher is None else zip(self.launcher.encoders, geometries, strict=True)
-        self.encoded = [Encoded(encode, geometry) for encode, geometry in encoders]
+        self.encoded = tuple([Encoded(encode, geometry) for encode, geometry in encoders])
+        self.arguments: list[Any] = [0, 1, 1, 0] if self.launcher is None else [0, 1, 1, 0, *self.launcher.leading]
+        places = []
+        for shape, strides in geometries:
+            places.append(len(self.arguments))
+            self.arguments += [None, *shape, *strides]
+        self.places = tuple(places)
 
 
 class Described:
@@ -96,44 +103,21 @@ class Encoded(dict[int, list[Any]]):
 class Ready:
     """All that calls of one problem and one layout have in common, and the way they run."""
 
-    __slots__ = (
-        "allocate",
-        "arguments",
-        "encoded",
-        "index",
-        "launch",
-        "numbers",
-        "output",
-        "places",
-        "programs",
-        "recipe",
-        "records_kind",
-    )
+    __slots__ = ("allocate", "index", "numbers", "output", "programs", "recipe", "records_kind")
 
-    def __init__(self, problem: Problem, recipe: Recipe, numbers: tuple[int | float, ...], programs: int) -> None:
+    def __init__(self, problem: Problem, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.numbers = numbers
-        self.programs = programs
+        self.numbers = _numbers(problem)
+        self.programs = min(int(self.numbers[0]), multiprocessors(problem.device))
         self.index = problem.device.index
         self.allocate = empty_strided(problem.device)
-        self.output = (problem.output_shape, _contiguous_strides(problem.output_shape), problem.dtype)
-        q_packed, k_packed = problem.query_side == "packed", problem.key_side == "packed"
+        shape = problem.output_shape
+        strides = (problem.heads * problem.value_dim, problem.value_dim, 1)
+        self.output = (shape, strides if len(shape) == 3 else (shape[1] * strides[0], *strides), problem.dtype)
+        packed = problem.query_side == "packed", problem.key_side == "packed"
         self.records_kind: schedule.RecordsKind | None = None
-        if q_packed or k_packed:
-            self.records_kind = schedule.records_kind(q_packed, k_packed, problem.batch, problem.query_rows, problem.key_rows, TILE)
-        # What the C function is given, but for the stream, the maps of the four tensors and the two pointers, whose places are noted.
-        self.arguments: list[Any] | None = None
-        if recipe.launcher is not None:
-            self.launch = recipe.launcher.launch
-            self.encoded = tuple(recipe.encoded)
-            arguments = [programs, 1, 1, 0, *recipe.launcher.leading]
-            places = []
-            for shape, strides in recipe.geometries:
-                places.append(len(arguments))
-                arguments += [None, *shape, *strides]
-            places += [len(arguments), len(arguments) + 1]
-            self.places = tuple(places)
-            self.arguments = [*arguments, 0, 0, *numbers, *recipe.constants]
+        if True in packed:
+            self.records_kind = schedule.records_kind(*packed, problem.batch, problem.query_rows, problem.key_rows, TILE)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
@@ -158,20 +142,20 @@ class Ready:
             scales = out_scale.data_ptr()
         # Where uninitialised memory is to be filled, torch's own allocation does it.
         out = q.new_empty(self.output[0]) if torch._C._get_deterministic_algorithms() else self.allocate(*self.output)
-        if self.arguments is None or _is_hooked():
-            start(self.recipe, self.programs, (q, k, v, out), (records, scales, *self.numbers))
+        recipe = self.recipe
+        if recipe.launcher is None or _is_hooked():
+            start(recipe, self.programs, (q, k, v, out), (records, scales, *self.numbers))
             return out
-        q_maps, k_maps, v_maps, out_maps = self.encoded
-        q_at, k_at, v_at, out_at, records_at, scales_at = self.places
-        arguments = self.arguments.copy()
+        q_maps, k_maps, v_maps, out_maps = recipe.encoded
+        q_at, k_at, v_at, out_at = recipe.places
+        arguments = recipe.arguments.copy()
+        arguments[0] = self.programs
         arguments[3] = stream
         arguments[q_at] = (q_maps.get(q_address) or q_maps.add(q))[0]
         arguments[k_at] = (k_maps.get(k_address) or k_maps.add(k))[0]
         arguments[v_at] = (v_maps.get(v_address) or v_maps.add(v))[0]
         arguments[out_at] = (out_maps.get(out.data_ptr()) or out_maps.add(out))[0]
-        arguments[records_at] = records
-        arguments[scales_at] = scales
-        self.launch(*arguments)
+        recipe.launcher.launch(*arguments, records, scales, *self.numbers, *recipe.constants)
         return out
 
 
@@ -201,12 +185,13 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor
     """The way of calls whose tensors lie as these; None where they must be copied, or no kernel has been compiled for them."""
     layout = ("hopper forward", q.stride(), k.stride(), v.stride(), out_scale is None)
     ready: Ready | None = problem.notes.get(layout)
-    if ready is None and all(is_aligned(x) and mappable(x) for x in (q, k, v)):
+    if ready is None:
+        for x in (q, k, v):
+            if not is_aligned(x) or not mappable(x):
+                return None
         recipe = _recipes.get(_recipe_key(problem, q, k, v, out_scale))
         if recipe is not None:
-            numbers = _numbers(problem)
-            ready = Ready(problem, recipe, numbers, min(int(numbers[0]), multiprocessors(q.device)))
-            problem.notes[layout] = ready
+            ready = problem.notes[layout] = Ready(problem, recipe)
     return ready
 
 
@@ -293,17 +278,12 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         problem.heads,
         problem.kv_heads,
         problem.head_dim,
-        *(x.stride()[-3:] for x in (q, k, v)),
+        q.stride()[-3:],
+        k.stride()[-3:],
+        v.stride()[-3:],
         out_scale is None,
         _has_many_rows(problem),
     )
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
 
 
 def readable(x: Tensor) -> Tensor:
