@@ -190,7 +190,7 @@ def _compile_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="torch.compile of what lies between the calls of the attention (default: on a GPU)",
+        help="torch.compile of the model, layer by layer (default: on a GPU)",
     )
 
 

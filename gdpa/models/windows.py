@@ -36,6 +36,7 @@ class WindowAttention(nn.Module):
         self.width, self.heads, self.window = check_size("width", width), check_size("heads", heads), check_size("window", window)
         if width % heads != 0:
             raise GdpaError(f"heads: expected a divisor of width {width}, got {heads}")
+        self.takes_windows = varlen_takes_windows()  # asked here, since a compiler cannot read a signature
         self.rotary = RotaryTemporal(width // heads)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -54,7 +55,7 @@ class WindowAttention(nn.Module):
         """(T, heads, head_dim) each, and the result."""
         halves = q.dtype in (torch.bfloat16, torch.float16)
         # varlen_attn refuses a batch without rows.
-        if q.device.type == "cuda" and halves and q.shape[0] > 0 and varlen_takes_windows():
+        if q.device.type == "cuda" and halves and q.shape[0] > 0 and self.takes_windows:
             from torch.nn.attention.varlen import varlen_attn
 
             attended = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(self.window - 1, 0))

@@ -83,8 +83,8 @@ class Updates:
         norms = _norms(gradients)
         total: Tensor = torch.linalg.vector_norm(norms)
         self._watch(step, loss, norms)
-        if gradients:
-            torch._foreach_mul_(gradients, (self.rates.clip / (total + 1e-6)).clamp(max=1.0))
+        # AdamW divides by it as it reads the gradients: clipping takes no pass of its own over them.
+        self.adamw.grad_scale = ((total + 1e-6) / self.rates.clip).clamp(min=1.0)  # type: ignore[attr-defined]
         share = self.rates.share(step)
         for name, optimizer in self.optimizers.items():
             optimizer.found_inf = self._wrong  # type: ignore[attr-defined]
