@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from gdpa import operators
 from gdpa.activations import Activation
@@ -222,11 +223,17 @@ def _is_watched() -> bool:
     """Whether something must see the operator pass the dispatcher, or the offsets looked at. The rest is in the dispatch keys."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and _functions_are_watched())
         or torch._C._autograd._profiler_enabled()
         or forward_ad._current_level >= 0
         or checks_are_asked_for()
     )
+
+
+def _functions_are_watched() -> bool:
+    """By more than a default device, which changes where tensors are made from nothing."""
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Ready | None:

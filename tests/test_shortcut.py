@@ -136,6 +136,14 @@ class TestCallsAlike:
         assert case.call(*case.inputs[:3]).dtype == torch.bfloat16
         assert ways == ["ordinary", "short", "ordinary", "ordinary"]
 
+    def test_with_a_default_device(self, ways):
+        """It is a mode of torch functions, but of those that make tensors."""
+        case = make_case(**SMALL)
+        with torch.device("cpu"):
+            for _ in range(2):
+                case.call(*case.inputs[:3])
+        assert ways == ["ordinary", "short"]
+
     def test_in_inference_mode(self, ways):
         case = make_case(**SMALL)
         inputs = leaves(case.inputs)
@@ -233,7 +241,7 @@ class TestWhatMustSeeTheOperator:
         assert counter.get_total_flops() == 2 * (8 + 8) * 2 * (5 * 4 + 3 * 7)
 
     def test_modes_of_torch_functions(self, case, ways):
-        with WatchingFunctions() as mode:
+        with WatchingFunctions() as mode, torch.device("cpu"):
             case.call(*case.inputs[:3])
         assert "gdpa.forward.default" in mode.seen
         assert ways == ["ordinary"]
