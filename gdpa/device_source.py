@@ -30,7 +30,7 @@ from gdpa.expression import Expression
 from gdpa.folding import ONE, Coefficient, Folded, StepOperand, fold, spelled
 from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
 
-GENERATOR_VERSION = 10
+GENERATOR_VERSION = 11
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class DeviceFunctions:
         scaled_pair: `activate_pair_scaled(s, scale, head) -> (g, dg)`, with f(scale * s) = c * g and f'(scale * s) = d * dg. This
             g and c may differ from those of `scaled` and `factor`.
         pair_factors: `pair_factors(scale, head) -> (c, d)`, float32 scalars.
-        packed: `activate_packed(s, scale, head) -> g`, the g of `scaled` as a bfloat16 tile, computed two scores at a time in bfloat16
-            but for the first EXACT_COLUMNS of every tile; None where heads differ or the activation has no
-            such form. Needs sm_90.
+        open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
+            EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
+            None where heads differ or the activation has no such form. Needs sm_90.
+        finish_packed: `finish_packed(x, DTYPE) -> g`, a bfloat16 tile, as DTYPE must be; None where `open_packed` is.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -62,7 +63,8 @@ class DeviceFunctions:
     factor: Any
     scaled_pair: Any
     pair_factors: Any
-    packed: Any
+    open_packed: Any
+    finish_packed: Any
     source: str
     path: Path
 
@@ -101,7 +103,8 @@ def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -
         factor=module.factor,
         scaled_pair=module.activate_pair_scaled,
         pair_factors=module.pair_factors,
-        packed=getattr(module, "activate_packed", None),
+        open_packed=getattr(module, "open_packed", None),
+        finish_packed=getattr(module, "finish_packed", None),
         source=source,
         path=path,
     )
@@ -132,7 +135,7 @@ def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "trit
         ]
         if packed is not None:
             functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS), packed]
-            dispatch.append(_dispatch("activate_packed", "packed_value", "s, scale", "g", heads))
+            dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
     flavour = "approximate instructions of NVIDIA devices" if fast else "portable operations"
@@ -149,12 +152,14 @@ _PREAMBLES = {
 }
 
 
-# Columns of a tile that `packed` computes in float32. Packed scores are rounded to bfloat16 before the activation and P once more after it:
-# sums over many keys stay well inside the error budget, single ones do not. So sequences of up to this many keys have no packed
-# ones, and longer ones have a share of exact ones.
-EXACT_COLUMNS = 64
+# Columns of a tile that `open_packed` computes in float32. Packed scores are rounded to bfloat16 before the activation and P once more
+# after it: sums over many keys stay well inside the error budget, single ones do not. So sequences of up to this many keys have no
+# packed ones, and longer ones have a share of exact ones. A multiple of 16, the keys of one product instruction.
+EXACT_COLUMNS = 16
+# Rows of a call, heads counted, that should share the budget for it to have packed scores (docs/numerics.md).
+FEWEST_PACKED_ROWS = 64
 
-_COLUMNS = {"triton": "tl.arange(0, s.shape[1])", "gluon": "tl.arange(0, s.shape[1], tl.SliceLayout(0, s.type.layout))"}
+_COLUMNS = {"triton": "tl.arange(0, x.shape[1])", "gluon": "tl.arange(0, x.shape[1], tl.SliceLayout(0, x.type.layout))"}
 _PACKING = '''
 @jit
 def both(k):
@@ -176,8 +181,26 @@ def both(k):
 
 
 @jit
-def exact_columns(s):
+def exact_columns(x):
     return ({columns} < {exact})[None, :]
+
+
+@jit
+def finish_packed(x, DTYPE: tl.constexpr):
+    """s t + s of the packed s and t that `open_packed` left in two neighbours; exact columns are rounded."""
+    tl.static_assert(DTYPE == tl.bfloat16)
+    g = tl.inline_asm_elementwise(
+        """
+        {{
+        .reg .b32 s, t;
+        mov.b32 s, $1;
+        mov.b32 t, $2;
+        fma.rn.bf16x2 $0, s, t, s;
+        }}
+        """,
+        "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )
+    return tl.where(exact_columns(x), x.to(tl.bfloat16), g)
 '''.strip()
 
 
@@ -434,24 +457,25 @@ class _Writer:
         return ["\n".join(lines), "\n".join(factor_lines)]
 
     def packed_function(self, number: int, expression: Expression) -> str | None:
-        """The f of `scaled_functions`, two scores at a time in bfloat16; None where the form is not made for that."""
+        """The f of `scaled_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
         folded = fold(spelled(expression.fast_pair.select(0), fast=True))
         if not folded.gated:
             return None
         constants = dict.fromkeys(x for step in folded.steps for x in step.operands if isinstance(x, Coefficient))
-        # $0 is the result and $1, $2 the scores; an argument comes once for each of them.
+        # $0, $1 are the results and $2, $3 the scores; an argument comes once for each of them.
         names: dict[StepOperand, str] = {SCORE: "s"}
-        names.update((x, f"${3 + 2 * i}") for i, x in enumerate(constants))
+        names.update((x, f"${4 + 2 * i}") for i, x in enumerate(constants))
         fused = set(folded.fused.values())
-        shown = [i for i in range(len(folded.steps)) if i not in fused]
-        names.update((Ref(i), f"t{place}") for place, i in enumerate(shown[:-1]))
-        names[Ref(shown[-1])] = "$0"
-        temporaries = ", ".join(names[Ref(i)] for i in shown[:-1])
-        lines = ["@jit", f"def packed_value_{number}(s, scale):", *_powers(folded.scalars)]
+        *opening, last = (i for i in range(len(folded.steps)) if i not in fused)
+        tanh = opening[-1]
+        assert folded.steps[tanh].operation == "tanh" and last in folded.fused, "`finish_packed` is the last step: s * tanh + s"
+        names.update((Ref(i), f"t{place}") for place, i in enumerate(opening))
+        temporaries = ", ".join(names[Ref(i)] for i in opening)
+        lines = ["@jit", f"def opened_value_{number}(s, scale):", *_powers(folded.scalars)]
         lines += [f"    k{i} = both({_scalar(x)})" for i, x in enumerate(constants)]
-        lines += ["    g = tl.inline_asm_elementwise(", '        """', "        {", f"        .reg .b32 s, {temporaries};"]
-        lines.append("        cvt.rn.bf16x2.f32 s, $2, $1;")
-        for i in shown:
+        lines += ["    x = tl.inline_asm_elementwise(", '        """', "        {", f"        .reg .b32 s, {temporaries};"]
+        lines.append("        cvt.rn.bf16x2.f32 s, $3, $2;")
+        for i in opening:
             step = folded.steps[i]
             if i in folded.fused:
                 product = folded.steps[folded.fused[i]]
@@ -460,15 +484,16 @@ class _Writer:
             else:
                 operation, operands = _PACKED[step.operation], step.operands
             lines.append(f"        {operation}.bf16x2 {', '.join([names[Ref(i)], *(names[x] for x in operands)])};")
+        lines += ["        mov.b32 $0, s;", f"        mov.b32 $1, {names[Ref(tanh)]};"]
         arguments = ", ".join(["s", *(f"k{i}" for i in range(len(constants)))])
-        constraints = "=r,f,f" + ",r,r" * len(constants)
+        constraints = "=f,=f,f,f" + ",r,r" * len(constants)
         lines += [
             "        }",
             '        """,',
-            f'        "{constraints}", [{arguments}], dtype=tl.bfloat16, is_pure=True, pack=2,',
+            f'        "{constraints}", [{arguments}], dtype=tl.float32, is_pure=True, pack=2,',
             "    )",
         ]
-        lines.append(f"    return tl.where(exact_columns(s), scaled_value_{number}(s, scale).to(tl.bfloat16), g)")
+        lines.append(f"    return tl.where(exact_columns(s), scaled_value_{number}(s, scale), x)")
         return "\n".join(lines)
 
     def _step(self, folded: Folded, index: int, texts: dict[StepOperand, str]) -> str:

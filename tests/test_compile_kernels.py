@@ -40,6 +40,9 @@ FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
 # the backward: five a step, of D / 16 (S, dP), 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
 HOPPER_PRODUCTS = {("forward_kernel", 128): 88, ("forward_kernel", 64): 72}
 HOPPER_PRODUCTS |= {("backward_kernel", 128): 152, ("backward_kernel", 64): 120, ("backward_kernel", "without-dq"): 104}
+# The hopper forward's, of packed activations at D = 128: a few numbers of a tile that its first step has no room for.
+PACKED_SPILLS = {False: (0, 8), True: (1, 20)}  # with the installed Triton and the newest
+PACKED = ("hopper-gelu_tanh", "hopper-gelu-grouped")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
 UNSAFE_SPILLS = {False: (12, 80), True: (90, 350)}  # with a mask
@@ -48,6 +51,8 @@ UNSAFE_SPILLS = {False: (12, 80), True: (90, 350)}  # with a mask
 def spills_allowed(arch: int, configuration: str, kernel: str) -> int:
     if kernel == "backward_kernel":
         return max(most for _, most in UNSAFE_SPILLS.values())
+    if configuration in PACKED:
+        return max(most for _, most in PACKED_SPILLS.values())
     if configuration == "schedule" or configuration.startswith("hopper-") or (arch == 90 and configuration == "bf16-128"):
         return 0
     return SPILLS.get((arch, configuration, kernel), A_HANDFUL)
@@ -90,8 +95,9 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
                 over.append(f"{name}: Triton takes barrier {row['barrier']}, and {FIRST_BARRIER} and up are the kernel's own")
             if row["products"] != HOPPER_PRODUCTS[row["kernel"], width]:
                 over.append(f"{name}: {row['products']} warpgroup products, expected {HOPPER_PRODUCTS[row['kernel'], width]}")
-        if row["kernel"] == "backward_kernel":
+        if row["kernel"] == "backward_kernel" or row["configuration"] in PACKED:
             allowed = UNSAFE_SPILLS if row["configuration"].endswith("unsafe") else BACKWARD_SPILLS
+            allowed = PACKED_SPILLS if row["configuration"] in PACKED else allowed
             found, most = (row["spills_in_loops"], row["spills"]), allowed[newest]
             if found[0] > most[0] or found[1] > most[1]:
                 over.append(f"{name}: {found} spill instructions in steps and in all, at most {most}")

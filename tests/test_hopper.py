@@ -343,23 +343,39 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
     ("options", "packed"),
     [
         ({"activation": "gelu"}, True),
-        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (2,), "k_lengths": (5, 300)}, True),
-        ({"activation": "gelu", "form": "shared-query", "q_lengths": (1,), "k_lengths": (5, 300)}, False),
-        ({"activation": "gelu", "q_lengths": (1, 2)}, False),
+        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (8,), "k_lengths": (5, 300)}, True),
+        ({"activation": "gelu", "form": "shared-query", "q_lengths": (7,), "k_lengths": (5, 300)}, False),
+        ({"activation": "gelu", "q_lengths": (13, 2)}, False),
         ({"activation": "silu"}, False),
         ({"activation": "gelu", "dtype": torch.float16}, False),
         ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
     ],
-    ids=["gelu", "a few rows for each of several", "a row for each", "few rows", "silu", "fp16", "heads that differ"],
+    ids=["gelu", "a few rows for each of several", "too few for each", "few rows", "silu", "fp16", "heads that differ"],
 )
 def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     from gdpa.backends.hopper import launch
+    from gdpa.backends.hopper.forward import rounded
 
     case = make_case(
         **{"q_lengths": (130, 7), "k_lengths": (5, 300), "heads": 4, "head_dim": 64, "dtype": torch.bfloat16} | options
     )
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
-    assert constants["PACKED"] == packed
     functions = launch.device_functions(case.problem.activations, fast=case.problem.dtype == torch.bfloat16, frontend="gluon")
-    assert constants["activate"] is (functions.packed if packed else functions.scaled)
+    assert constants["activate"] is (functions.open_packed if packed else functions.scaled)
+    assert constants["finish"] is (functions.finish_packed if packed else rounded)
+
+
+@needs_triton
+def test_a_mask_parts_no_packed_pairs():
+    """A gelu whose slope at 0 is more than fp16 holds is masked, and so not packed."""
+    import gdpa
+    from gdpa.backends.hopper import launch
+
+    steep = gdpa.Activation(lambda s: torch.nn.functional.gelu(s) * 1e6)
+    assert launch.device_functions((steep.key,), fast=True, frontend="gluon").open_packed is not None
+    case = make_case(activation=steep, q_lengths=(130, 7), k_lengths=(5, 300), heads=4, head_dim=64, dtype=torch.bfloat16)
+    q, k, v = case.inputs[:3]
+    constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
+    assert constants["MASK_TAIL"]
+    assert constants["finish"] is launch.rounded

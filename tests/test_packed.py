@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gdpa.activations import Activation, activations
-from gdpa.device_source import EXACT_COLUMNS, generate
+from gdpa.device_source import EXACT_COLUMNS, FEWEST_PACKED_ROWS, generate
 
 D = 64
 SCALE = D**-0.5
@@ -21,11 +21,12 @@ def bf16(x):
 
 
 def written(key):
-    """The text of the packed function alone; None where there is none."""
+    """The texts of the functions that open and finish packed scores; None where there are none."""
     source = generate((key,), fast=True, frontend="gluon")
-    if "def packed_value_0" not in source:
+    if "def open_packed" not in source:
         return None
-    return source.split("def packed_value_0(s, scale):\n")[1].split("\n\n\n")[0]
+    names = ("opened_value_0(s, scale)", "finish_packed(x, DTYPE: tl.constexpr)")
+    return [source.split(f"def {name}:\n")[1].split("\n\n\n")[0] for name in names]
 
 
 def both(number):
@@ -34,26 +35,33 @@ def both(number):
     return torch.stack([first, bf16(2 * torch.tensor(number, dtype=torch.float64) - first)])
 
 
-def run_steps(text, s, scale):
-    """The assembly of a packed function on the columns of s, rounded after every instruction."""
+def run_steps(texts, s, scale):
+    """The assembly of packed functions on the columns of s, rounded after every instruction."""
+    opening, finish = texts
     names = {"scale": scale, "scale_2": scale**2, "scale_3": scale**3}
-    constants = [both(eval(x, names)) for x in re.findall(r"k\d+ = both\((.*)\)", text)]
+    constants = [both(eval(x, names)) for x in re.findall(r"k\d+ = both\((.*)\)", opening)]
     halves = torch.arange(s.shape[-1]) % 2
-    values = {f"${3 + 2 * i}": pair[halves] for i, pair in enumerate(constants)}
+    opened = run(opening, {f"${4 + 2 * i}": pair[halves] for i, pair in enumerate(constants)}, s)
+    return run(finish, {"$1": opened["$0"], "$2": opened["$1"]})["$0"]
+
+
+def run(text, values, s=None):
+    """All that the instructions of a function compute; s are the scores, $2 and $3, if it converts them."""
     steps = {
         "mul.rn": lambda a, b: a * b,
         "add.rn": lambda a, b: a + b,
         "fma.rn": lambda a, b, c: a * b + c,
         "tanh.approx": torch.tanh,
+        "mov": lambda a: a,
     }
-    for name, arguments in re.findall(r"^ +([a-z.]+)\.bf16x2(?:\.f32)? (.*);$", text, re.MULTILINE):
+    for name, arguments in re.findall(r"^ +([a-z.]+)\.b(?:f16x2|32)(?:\.f32)? (.*);$", text, re.MULTILINE):
         result, *operands = arguments.split(", ")
         if name == "cvt.rn":
-            assert operands == ["$2", "$1"]
+            assert operands == ["$3", "$2"]
             values[result] = bf16(s)
-        else:
+        elif name != ".reg":
             values[result] = bf16(steps[name](*(values[x] for x in operands)))
-    return values["$0"]
+    return values
 
 
 def test_gelus_have_a_packed_form():
@@ -79,9 +87,9 @@ def test_others_have_none(fn):
 
 
 def test_there_is_none_for_heads_that_differ_nor_for_finer_dtypes():
-    assert "activate_packed" in generate(("gelu", "gelu"), fast=True, frontend="gluon")
-    assert "activate_packed" not in generate(("gelu", "gelu_tanh"), fast=True, frontend="gluon")
-    assert "activate_packed" not in generate(("gelu",)), "fp16 and fp32 round finer than these steps"
+    assert "open_packed" in generate(("gelu", "gelu"), fast=True, frontend="gluon")
+    assert "open_packed" not in generate(("gelu", "gelu_tanh"), fast=True, frontend="gluon")
+    assert "open_packed" not in generate(("gelu",)), "fp16 and fp32 round finer than these steps"
 
 
 def test_constants_err_less_together_than_alone():
@@ -105,18 +113,19 @@ def test_the_steps_compute_the_activation(name, scale):
 @pytest.mark.parametrize("spread", [0.1, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 def test_problems_of_some_rows_stay_inside_the_budget(name, spread, mean):
-    """Every problem judged as gdpa.numerics judges it; sequences of up to EXACT_COLUMNS keys have no packed scores."""
+    """Every problem judged as gdpa.numerics judges it, of half the rows that the kernel asks for before it packs."""
     generator = torch.Generator().manual_seed(3)
-    text = written(name)
-    for rows, keys in ((4, EXACT_COLUMNS + 1), (4, 96), (4, 128), (16, 300)):
-        count = 60
+    texts = written(name)
+    rows = FEWEST_PACKED_ROWS // 2
+    for keys in (1, 7, 15, 16, 17, 18, 24, 33, 65, 128, 300):
+        count = 200 if keys < 65 else 40
         x = torch.randn(count, rows, keys, generator=generator, dtype=torch.float64) * spread
         s = (x / SCALE).float().double()
         v = bf16(torch.randn(count, keys, D, generator=generator) * (0.1 if mean else 1.0) + mean)
         f = Activation(name)(s * SCALE)
         truth, ideal = f @ v, bf16(bf16(f) @ v)
         # The exact columns as fp32 has them, but for the factor.
-        exact, packed = bf16(f / (0.5 * SCALE)), run_steps(text, s, SCALE)
+        exact, packed = bf16(f / (0.5 * SCALE)), run_steps(texts, s, SCALE)
         p = torch.where(torch.arange(keys) % 128 < EXACT_COLUMNS, exact, packed)
         result = bf16(p @ v * (0.5 * SCALE))
 
@@ -127,4 +136,12 @@ def test_problems_of_some_rows_stay_inside_the_budget(name, spread, mean):
         (relative, largest), (relative_best, largest_best) = errors(result), errors(ideal)
         peak = truth.flatten(1).abs().amax(1)
         shares = relative / (2 * relative_best.clamp(min=EPS / math.sqrt(12.0))), largest / (2 * largest_best + EPS * peak)
-        assert max(share.max().item() for share in shares) < 1.0, (rows, keys, [share.max() for share in shares])
+        assert max(share.max().item() for share in shares) < 0.9, (rows, keys, [share.max() for share in shares])
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_whole_slices_of_a_product_are_exact(name):
+    """P goes to the tensor cores 16 keys at a time; a pair of columns that were not both packed would be read as one that was."""
+    assert EXACT_COLUMNS % 16 == 0
+    for text in written(name):
+        assert "tl.where(exact_columns(" in text.splitlines()[-1]

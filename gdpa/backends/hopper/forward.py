@@ -27,15 +27,16 @@ so V(i - 1) is needed with K(i), and both are in stage i % 2 of their buffers. C
 
 Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
 A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
-S and O are fp32. P is rounded to the inputs' dtype once, after the activation, or comes from `activate` so; it may leave a factor out
-that all of P shares, `factor`, which O is multiplied with in fp32.
+S and O are fp32. `activate` makes an fp32 tile of S, and `finish` P of that, in the inputs' dtype: it rounds, or takes the last step of
+packed activations. P may leave a factor out that all of it shares, `factor`, which O is multiplied with in fp32. EARLY keeps the assembler
+from moving `activate` behind the wait for the product that runs meanwhile (pipeline.divide).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gdpa.backends.hopper.compat import DIVIDES, load_async, partition_barrier, store_async, store_wait
+from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, advance, arrive, divide, join, new_buffers, pinned
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
@@ -145,9 +146,15 @@ def producer(
 
 
 @gluon.jit
+def rounded(activated, DTYPE: gl.constexpr):
+    """The `finish` of activations that leave nothing to it."""
+    return activated.to(DTYPE)
+
+
+@gluon.jit
 def step(
     q, p, accumulator, continued, keys, values, stage, phase, keys_left, both, scale, head,
-    activate: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+    activate: gl.constexpr, finish: gl.constexpr, BLOCK_N: gl.constexpr, EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """One block of the stream: its scores, and the product of the block before. Returns its P and the accumulator."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -164,22 +171,19 @@ def step(
         arrive(TURN + 1 - WHICH, CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s_token])
     arrive(KEYS_EMPTY + stage, ALL)
-    # Kept before the wait for the second product, fp32 activations gain up to 4 %; packed ones, half as long, lose 1 to 3. The longer
-    # ones of fp16 and a mask have no registers to spare for it.
-    early: gl.constexpr = DIVIDES and not PACKED and not MASK_TAIL and p.dtype == gl.bfloat16
-    if early:
+    if EARLY:
         divide(keys_left, -RAGGED)
-    activated = activate(s, scale, head)  # [ROWS, BLOCK_N], fp32, or P's dtype if PACKED
+    activated = activate(s, scale, head)  # [ROWS, BLOCK_N]
     if MASK_TAIL:
         column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         activated = gl.where((column < keys_left)[None, :], activated, 0.0)
-    if not PACKED:
-        activated = pinned(activated)
-    if early:
+    activated = pinned(activated)
+    if EARLY:
         divide(keys_left, 1 - RAGGED)
     accumulator = warpgroup_mma_wait(0, deps=[o_token])
     arrive(VALUES_EMPTY + stage, ALL)
-    return gl.convert_layout(activated.to(p.dtype), p.type.layout), accumulator
+    # Not before the wait: until then the product reads the P before, and the new one would have to lie beside it.
+    return gl.convert_layout(finish(activated, p.dtype), p.type.layout), accumulator
 
 
 @gluon.jit
@@ -207,8 +211,9 @@ def store_tile(accumulator, factor, empty, staging, o_desc, end, row, column):
 @gluon.jit
 def consumer(
     o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
-    activate: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, PACKED: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+    activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr,
+    MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -262,7 +267,7 @@ def consumer(
             # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
             p, accumulator = step(
                 q, p, accumulator, continued, keys, values, stage, phase, k_length, both, scale, head,
-                activate, BLOCK_N, PACKED, MASK_TAIL, WHICH,
+                activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH,
             )  # fmt: skip
             if pending:
                 store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
@@ -270,7 +275,7 @@ def consumer(
             for block in range(1, blocks):
                 p, accumulator = step(
                     q, p, accumulator, block > 1, keys, values, stage, phase, k_length - block * BLOCK_N, both, scale, head,
-                    activate, BLOCK_N, PACKED, MASK_TAIL, WHICH,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH,
                 )  # fmt: skip
                 stage, phase = advance(stage, phase)
             arrive(QUERIES_EMPTY + slot, PAIR)
@@ -299,10 +304,10 @@ def consumer(
 @gluon.jit(do_not_specialize=["records_ptr", "out_scale_ptr", "tiles", "q_rows", "k_rows", "q_blocks", "scale", "out_scale"])
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
-    activate: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr,
-    PACKED: gl.constexpr, MASK_TAIL: gl.constexpr,
+    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -319,11 +324,11 @@ def forward_kernel(
         [
             (consumer, (
                 o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
-                activate, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, PACKED, MASK_TAIL, 0,
+                activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL, 0,
             )),
             (consumer, (
                 o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
-                activate, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, PACKED, MASK_TAIL, 1,
+                activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL, 1,
             )),
             (producer, (
                 q_desc, k_desc, v_desc, queries, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,

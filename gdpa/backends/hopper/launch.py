@@ -30,8 +30,9 @@ from gdpa.backends.gpu import (
     ragged_geometry,
     target_architecture,
 )
-from gdpa.backends.hopper.compat import bare_launcher
-from gdpa.backends.hopper.forward import forward_kernel
+from gdpa.backends.hopper.compat import DIVIDES, bare_launcher
+from gdpa.backends.hopper.forward import forward_kernel, rounded
+from gdpa.device_source import FEWEST_PACKED_ROWS
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
@@ -221,9 +222,9 @@ def _is_hooked() -> bool:
 
 
 def _has_many_rows(problem: Problem) -> bool:
-    """Whether so many rows share the error budget that packed scores, rounded twice, stay inside it (docs/numerics.md)."""
+    """Whether so many rows share the error budget that packed scores, rounded twice, stay inside it."""
     rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
-    return rows * problem.heads >= 16
+    return rows * problem.heads >= FEWEST_PACKED_ROWS
 
 
 def in_place(q: Tensor, *others: Tensor) -> bool:
@@ -323,9 +324,14 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
     """The kernel's compile-time arguments, in its order."""
     # bf16 takes the approximate instructions: they err less than its rounding of P. fp16 rounds eight times finer.
     functions = device_functions(problem.activations, fast=problem.dtype == torch.bfloat16, frontend="gluon")
-    packed = functions.packed is not None and _has_many_rows(problem)
+    mask_tail = not all(Activation.from_key(key).tail_safe for key in problem.activations)
+    # A mask would part the pairs of packed scores.
+    packed = functions.open_packed is not None and not mask_tail and _has_many_rows(problem)
+    # Worth up to 4 %. The longer activations of fp16 and a mask have no registers to spare for it, packed ones at D = 64 spill.
+    early = DIVIDES.value and problem.dtype == torch.bfloat16 and not mask_tail and (problem.head_dim == 128 or not packed)
     return {
-        "activate": functions.packed if packed else functions.scaled,
+        "activate": functions.open_packed if packed else functions.scaled,
+        "finish": functions.finish_packed if packed else rounded,
         "factor": functions.factor,
         "HEADS": problem.heads,
         "GROUP": problem.group,
@@ -338,8 +344,8 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "Q_SHARED": problem.query_side == "shared",
         "SCALE_PER_SEQUENCE": out_scale is not None,
-        "PACKED": packed,
-        "MASK_TAIL": not all(Activation.from_key(key).tail_safe for key in problem.activations),
+        "EARLY": early,
+        "MASK_TAIL": mask_tail,
     }
 
 
