@@ -226,8 +226,8 @@ def same_strides(x: Tensor) -> Tensor:
 
 
 def assert_neighbours_untouched(case: Case, sequence: int, clean: Results, dirty: Results, reordered: Sequence[str] = ()) -> None:
-    """Everything outside the poisoned sequence is bit for bit what it was; of the results named `reordered`, whose terms may be added
-    in any order, within the rounding of a 16-bit number."""
+    """Everything outside the poisoned sequence is bit for bit what it was; the results named `reordered`, whose terms may be rounded and
+    added in any order, are within the rounding of the largest: a poison that reached them would not be finite."""
     _, _, _, cu_q, cu_k, _ = case.inputs
     for name, was, now, offsets in zip(Results._fields, clean, dirty, (cu_q, cu_q, cu_k, cu_k), strict=True):
         if case.form == "shared-query" and name == "dq":
@@ -238,7 +238,7 @@ def assert_neighbours_untouched(case: Case, sequence: int, clean: Results, dirty
         same = torch.equal(now, was)
         if name in reordered:
             same = torch.allclose(
-                now.double(), was.double(), rtol=2**-7, atol=2**-12 * float(was.abs().max()) if was.numel() else 0.0
+                now.double(), was.double(), rtol=2**-7, atol=2**-7 * float(was.abs().max()) if was.numel() else 0.0
             )
         assert same, f"{name}: the poison of sequence {sequence} reached another"
         assert now.isfinite().all(), f"{name}: not finite"

@@ -61,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
-from gdpa.backends.hopper.relay import NONE, find_relay, hand_over, reducer
+from gdpa.backends.hopper.relay import FEW, NONE, find_relay, hand_over, reducer
 from gdpa.backends.hopper.tiles import (
     DV_FACTOR,
     FACTOR,
@@ -110,8 +110,8 @@ def key_producer(
             taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
         )
         steps = block_count(q_length) * GROUP
-        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
-        last_from = gl.where((first_until == steps) & (last_from == 0), -1, last_from)  # ALONE
+        start, _, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        last_from = gl.where((count <= FEW) | (q_length == 0), -1, last_from)
         k_row = RAGGED - k_length + row
         c, d = 1.0, 1.0
         if FOLD:

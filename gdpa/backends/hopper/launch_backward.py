@@ -22,7 +22,7 @@ STEP_ROWS = 64  # queries of a step
 # or more. Elsewhere all of the device's do.
 FEWEST_MULTIPROCESSORS = 112
 
-NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED))
+NONE, STORE, RELAY, SHARED, FEW = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED, relay.FEW))
 
 
 def way_of_dq(problem: Problem, needs_dq: bool) -> int:
@@ -90,7 +90,9 @@ def _copy(problem: Problem, needs_dq: bool, q: Tensor) -> Tensor:
     way = way_of_dq(problem, needs_dq)
     if way == SHARED:
         return q.new_zeros((_programs(problem, q.device), *q.shape), dtype=torch.float32)
-    return q.new_empty(q.shape if way == RELAY else (1, *q.shape[-2:]), dtype=torch.float32)
+    # Dense keys that are few add up in dQ itself.
+    needed = way == RELAY and (problem.key_side == "packed" or problem.key_rows > FEW * TILE)
+    return q.new_empty(q.shape if needed else (1, *q.shape[-2:]), dtype=torch.float32)
 
 
 def _launch(

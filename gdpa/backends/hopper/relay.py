@@ -1,14 +1,16 @@
 """How dQ leaves the backward kernel.
 
-dQ of a step sums over the tiles of its sequence, which different programs hold at about the same time. They pass it on through an fp32
-copy of dQ, the relay:
+dQ of a step sums over the tiles of its sequence, which different programs hold at about the same time. They pass it on, the relay:
 
-    FIRST    stores its part in the copy
+    FIRST    stores its part in an fp32 copy of dQ
     ADD      the copy engine adds to it
     LAST     the copy comes back, is added, and the sum stored in dQ
     ALONE    the tile holds all keys of its sequence: stored in dQ
 
-so that nothing is zeroed before or rounded after. A counter for each step of a query head says how many tiles have been there: ADD
+so that nothing is zeroed before or rounded after. Where few tiles add up (FEW), each rounds its part, the first stores it in dQ itself
+and the copy engine adds the others there: half the bytes, and nothing comes back (docs/numerics.md has the error of it).
+
+A counter for each step of a query head says how many tiles have been there: ADD
 waits for one, or, where results must be the same every time, for all before it; LAST waits for all others. Tiles begin at different
 steps and go around: tile t of T at step t * steps / T, so each finds that the one before it was there a while ago. A tile then waits for
 tiles behind it in the list as well, whose programs must be running: the launch is cooperative, and no program has two tiles of such a
@@ -40,6 +42,9 @@ SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
 # The named barrier of a consumer that has handed dQ over, and the threads that open it: the consumer's and a single warp's.
 DQ_FULL: gl.constexpr = gl.constexpr(12)
 PAIR: gl.constexpr = gl.constexpr(160)
+# Tiles whose parts of dQ are rounded before they are added. With what dS's rounding costs, two have 1.2 times the error of the ideal
+# computation, which rounds the sum once, and four 1.5 times; eight would have 1.8, close to the 2 that are allowed.
+FEW: gl.constexpr = gl.constexpr(4)
 
 
 @gluon.jit
@@ -116,7 +121,7 @@ def hand_over(
         rounded.store(dq.to(dq_desc.dtype))
     else:
         if is_last:
-            if last_from >= 0:  # not ALONE
+            if last_from >= 0:  # LAST
                 partial.wait_full(WHICH, returned)
                 returned ^= 1
                 placed = place(dq, ROWS, COLUMNS)
@@ -162,7 +167,8 @@ def reducer(
             column = q_head * STRIDE_DQ
             q_row = RAGGED - q_length + block * ROWS
             is_first = step < first_until
-            is_last = step >= last_from
+            ends = step >= last_from  # no tile comes after this one
+            is_last = ends & (count > FEW)
             comes_back = is_last & (first_until < steps)
             counter = counters_ptr + (first_counter + block) * (KV_HEADS * GROUP) + q_head
             seen = 0
@@ -201,18 +207,21 @@ def reducer(
                 elif DQ == STORE:
                     store_async(dq_desc, where, rounded_view(memory, dq_desc))
                 else:
-                    if is_last:
+                    if is_last | (is_first & (count <= FEW)):
                         store_async(dq_desc, where, rounded_view(memory, dq_desc))
                     elif is_first:
                         store_async(copy_desc, where, memory)
                     else:
                         see_what_was_counted()
-                        add_async(copy_desc, where, memory)
+                        if count <= FEW:
+                            add_async(dq_desc, where, rounded_view(memory, dq_desc))
+                        else:
+                            add_async(copy_desc, where, memory)
             if DQ == SHARED and ORDERED:
                 stores_done()  # one addition after the other
             store_wait(0)
             mbarrier.arrive(dq_left.index(WHO), count=1)
-            if DQ == RELAY and not is_last:
+            if DQ == RELAY and not ends:
                 stores_done()
                 count_up(counter)
         index += steps

@@ -12,7 +12,7 @@ RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.r
 # What the producer tells the consumers of a tile, in shared memory. It looks it up while they are at the tile before; a record comes from
 # L2, several hundred cycles away, and they have no registers to spare for what they need at a tile's end alone.
 STEPS: gl.constexpr = gl.constexpr(0)
-LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 if ALONE
+LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 where every step's dQ is rounded at once
 KEY_END: gl.constexpr = gl.constexpr(2)  # the sequence's end among all keys,
 KEY_ROW: gl.constexpr = gl.constexpr(3)  # the tile's first key, as a row of a ragged descriptor,
 HEAD: gl.constexpr = gl.constexpr(4)  # and its head
