@@ -35,8 +35,8 @@ def way_of_dq(problem: Problem, needs_dq: bool) -> int:
 
 
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
-# 1.13 to 1.22 ms so on an H200, 1.09 and 1.11 in pairs (in other runs). The queries of a pair are few enough for what it reads twice to
-# stay in L2, and the pairs many enough to keep all programs busy.
+# 0.97 to 1.01 ms so on an H200, 0.93 and 0.94 in pairs. The queries of a pair are few enough for what it reads twice to stay in L2, and
+# the pairs many enough to keep all programs busy.
 MOST_PAIRED_QUERIES = 256
 LEAST_PAIRS = 4  # for each multiprocessor
 
