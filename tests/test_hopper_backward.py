@@ -53,6 +53,18 @@ class TestPlan:
         assert launch.way_of_dq(problem, False) == launch.NONE
 
     @pytest.mark.parametrize(
+        ("form", "keys", "copied"),
+        [("dense", 128, False), ("dense", 512, False), ("dense", 513, True), ("dense-key", 512, False), ("packed", 200, True)],
+    )
+    def test_the_fp32_copy_is_there_only_for_sequences_that_may_need_it(self, form, keys, copied):
+        from gdpa.backends.hopper import launch_backward as launch
+
+        case = make_case(form, q_lengths=(3, 3), k_lengths=(keys, keys), heads=4, head_dim=8)
+        copy = launch._copy(case.problem, True, case.inputs.q)
+        assert copy.dtype == torch.float32
+        assert copy.shape == (case.inputs.q.shape if copied else (1, 4, 8))
+
+    @pytest.mark.parametrize(
         ("form", "queries", "keys", "batch", "heads", "paired"),
         [
             ("dense", 256, 256, 132, 4, True),
@@ -192,6 +204,28 @@ class TestUnattended:
 
         sums = exact(5, 33, 3, 16)
         assert torch.equal(partial.sum_programs(placed(sums), torch.bfloat16), sums.sum(0).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tiles", [2, 3, 4])
+@pytest.mark.parametrize(("queries", "mean"), [(1, 0.0), (64, 0.0), (64, 1.0), (1000, 0.0)])
+def test_parts_of_dq_that_are_rounded_and_added_stay_in_the_budget(queries, mean, tiles, dtype):
+    """What the kernel does with dQ of a few tiles, every rounding made here; a mean makes the parts add up instead of averaging out."""
+    from gdpa.backends.hopper import relay
+    from gdpa.numerics import verdict_on
+
+    assert tiles <= relay.FEW.value
+    for seed in range(20):
+        torch.manual_seed(seed)
+        ds = torch.randn(queries, 128 * tiles, dtype=torch.float64) + mean
+        k = (torch.randn(128 * tiles, 64) + mean).to(dtype).double()
+        rounded = ds.to(dtype).double()
+        total = None
+        for rows in torch.arange(128 * tiles).split(128):
+            part = (rounded[:, rows] @ k[rows]).float().to(dtype)
+            total = part if total is None else (total.float() + part.float()).to(dtype)
+        verdict = verdict_on("dq", total, ds @ k, [(rounded @ k).float().to(dtype)])
+        assert verdict.budget_used <= 1, verdict
 
 
 @pytest.mark.parametrize("form", FORMS)
