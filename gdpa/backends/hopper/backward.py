@@ -61,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
-from gdpa.backends.hopper.relay import FEW, NONE, find_relay, hand_over, reducer
+from gdpa.backends.hopper.relay import NONE, find_relay, hand_over, reducer
 from gdpa.backends.hopper.tiles import (
     DV_FACTOR,
     FACTOR,
@@ -100,7 +100,7 @@ CONSUMERS: gl.constexpr = gl.constexpr(256)
 @gluon.jit
 def key_producer(
     k_desc, v_desc, keys, values, notes, values_free, keys_free,
-    records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, scale, out_scale,
+    records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
     factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
     SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr, DQ: gl.constexpr,
@@ -111,7 +111,7 @@ def key_producer(
         )
         steps = block_count(q_length) * GROUP
         start, _, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
-        last_from = gl.where((count <= FEW) | (q_length == 0), -1, last_from)
+        last_from = gl.where((count <= few) | (q_length == 0), -1, last_from)
         k_row = RAGGED - k_length + row
         c, d = 1.0, 1.0
         if FOLD:
@@ -417,13 +417,14 @@ def consumer(
         "k_rows",
         "k_tiles",
         "rotating",
+        "few",
         "scale",
         "out_scale",
     ]
 )
 def backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, dq_desc, copy_desc, dk_desc, dv_desc,
-    records_ptr, counters_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, scale, out_scale,
+    records_ptr, counters_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
     activate: gl.constexpr, factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
     STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
@@ -471,15 +472,15 @@ def backward_kernel(
             )),
             (key_producer, (
                 k_desc, v_desc, keys, values, notes, values_free, keys_free,
-                records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, scale, out_scale, factors, FOLD,
+                records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factors, FOLD,
                 KV_HEADS, GROUP, STRIDE_K, STRIDE_V, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_INSIDE, DQ,
             )),
             (reducer, (
-                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
                 KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, 0,
             )),
             (reducer, (
-                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
                 KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, 1,
             )),
         ],

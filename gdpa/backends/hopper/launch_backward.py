@@ -22,7 +22,7 @@ STEP_ROWS = 64  # queries of a step
 # or more. Elsewhere all of the device's do.
 FEWEST_MULTIPROCESSORS = 112
 
-NONE, STORE, RELAY, SHARED, FEW = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED, relay.FEW))
+NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED))
 
 
 def way_of_dq(problem: Problem, needs_dq: bool) -> int:
@@ -46,6 +46,19 @@ def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
     dense = problem.key_side != "packed" and problem.query_side == "dense"
     many = problem.batch * problem.kv_heads >= LEAST_PAIRS * multiprocessor_count
     return dense and many and TILE < problem.key_rows <= 2 * TILE and problem.query_rows * problem.group <= MOST_PAIRED_QUERIES
+
+
+# Tiles whose parts of dQ are rounded before they are added. With what dS's rounding costs, two have 1.2 times the error of the ideal
+# computation, which rounds the sum once, and four 1.5 times; eight would have 1.8, close to the 2 that are allowed. A few rows may have
+# more than their share of it (one of 64 numbers 1.9 in 60 draws), so they are summed in fp32.
+MOST_ROUNDED_TILES = 4
+FEWEST_ROUNDED_ROWS = 64  # heads counted
+
+
+def rounded_tiles(problem: Problem) -> int:
+    """Up to how many tiles add dQ up in its own dtype."""
+    rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
+    return MOST_ROUNDED_TILES if rows * problem.heads >= FEWEST_ROUNDED_ROWS else 1
 
 
 _MOST_RECIPES = 4096
@@ -91,7 +104,7 @@ def _copy(problem: Problem, needs_dq: bool, q: Tensor) -> Tensor:
     if way == SHARED:
         return q.new_zeros((_programs(problem, q.device), *q.shape), dtype=torch.float32)
     # Dense keys that are few add up in dQ itself.
-    needed = way == RELAY and (problem.key_side == "packed" or problem.key_rows > FEW * TILE)
+    needed = way == RELAY and (problem.key_side == "packed" or problem.key_rows > rounded_tiles(problem) * TILE)
     return q.new_empty(q.shape if needed else (1, *q.shape[-2:]), dtype=torch.float32)
 
 
@@ -176,11 +189,12 @@ def _numbers(problem: Problem, multiprocessor_count: int) -> tuple[int | float, 
     rotating = min(multiprocessor_count, FEWEST_MULTIPROCESSORS) if problem.deterministic else multiprocessor_count
     if is_paired(problem, multiprocessor_count):
         rotating = 0
-    return tiles, problem.query_rows, problem.key_rows, -(-problem.key_rows // TILE), rotating, problem.scale, problem.out_scale
+    k_tiles, few = -(-problem.key_rows // TILE), rounded_tiles(problem)
+    return tiles, problem.query_rows, problem.key_rows, k_tiles, rotating, few, problem.scale, problem.out_scale
 
 
 def _programs(problem: Problem, device: torch.device) -> int:
-    tiles, *_, rotating, _, _ = _numbers(problem, multiprocessors(device))
+    tiles, *_, rotating, _, _, _ = _numbers(problem, multiprocessors(device))
     # As many sums of shared queries on every device, if their order counts.
     most = rotating if problem.query_side == "shared" else multiprocessors(device)
     return min(int(tiles), int(most))

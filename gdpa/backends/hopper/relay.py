@@ -7,7 +7,7 @@ dQ of a step sums over the tiles of its sequence, which different programs hold 
     LAST     the copy comes back, is added, and the sum stored in dQ
     ALONE    the tile holds all keys of its sequence: stored in dQ
 
-so that nothing is zeroed before or rounded after. Where few tiles add up (FEW), each rounds its part, the first stores it in dQ itself
+so that nothing is zeroed before or rounded after. Where at most `few` tiles add up, each rounds its part, the first stores it in dQ itself
 and the copy engine adds the others there: half the bytes, and nothing comes back (docs/numerics.md has the error of it).
 
 A counter for each step of a query head says how many tiles have been there: ADD
@@ -42,9 +42,6 @@ SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
 # The named barrier of a consumer that has handed dQ over, and the threads that open it: the consumer's and a single warp's.
 DQ_FULL: gl.constexpr = gl.constexpr(12)
 PAIR: gl.constexpr = gl.constexpr(160)
-# Tiles whose parts of dQ are rounded before they are added. With what dS's rounding costs, two have 1.2 times the error of the ideal
-# computation, which rounds the sum once, and four 1.5 times; eight would have 1.8, close to the 2 that are allowed.
-FEW: gl.constexpr = gl.constexpr(4)
 
 
 @gluon.jit
@@ -138,7 +135,7 @@ def hand_over(
 
 @gluon.jit
 def reducer(
-    dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+    dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
@@ -168,7 +165,7 @@ def reducer(
             q_row = RAGGED - q_length + block * ROWS
             is_first = step < first_until
             ends = step >= last_from  # no tile comes after this one
-            is_last = ends & (count > FEW)
+            is_last = ends & (count > few)
             comes_back = is_last & (first_until < steps)
             counter = counters_ptr + (first_counter + block) * (KV_HEADS * GROUP) + q_head
             seen = 0
@@ -207,13 +204,13 @@ def reducer(
                 elif DQ == STORE:
                     store_async(dq_desc, where, rounded_view(memory, dq_desc))
                 else:
-                    if is_last | (is_first & (count <= FEW)):
+                    if is_last | (is_first & (count <= few)):
                         store_async(dq_desc, where, rounded_view(memory, dq_desc))
                     elif is_first:
                         store_async(copy_desc, where, memory)
                     else:
                         see_what_was_counted()
-                        if count <= FEW:
+                        if count <= few:
                             add_async(dq_desc, where, rounded_view(memory, dq_desc))
                         else:
                             add_async(copy_desc, where, memory)
