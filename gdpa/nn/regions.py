@@ -85,12 +85,20 @@ def _remove(module: nn.Module, kind: str) -> None:
             child.__dict__.pop(name, None)
 
 
+def _options() -> dict[str, Any]:
+    """An analysis of torch 2.11 fails on some graphs with symbolic sizes, for which it does nothing anyway (`get_pw_red_splits` in
+    InterFormer)."""
+    from torch._inductor import config
+
+    return {"triton.coalesce_tiling_analysis": False} if hasattr(config.triton, "coalesce_tiling_analysis") else {}
+
+
 @cache
 def _compiled(method: FunctionType, shapes: Hashable, backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """The method, compiled. Each set of shapes has a code object of its own, by which torch counts how often it compiles anew: it
     refuses after 8, and a model may have more sizes than that."""
     own = FunctionType(method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
+    return torch.compile(own, fullgraph=True, dynamic=True, backend=backend, options=_options() if backend == "inductor" else None)
 
 
 class _Region:
