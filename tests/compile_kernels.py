@@ -31,7 +31,7 @@ CONFIGURATIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The hopper backend's: activations, D, dtype, query heads per key head, form.
+# The hopper backend's: activations, D, dtype, query heads per key head, form, key heads, rows a sequence.
 HOPPER: dict[str, tuple[Any, ...]] = {
     "silu": (("silu",), 128, torch.bfloat16, 1, "packed"),
     "gelu_tanh": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense"),
@@ -41,6 +41,9 @@ HOPPER: dict[str, tuple[Any, ...]] = {
     "fp16": (("gelu",), 128, torch.float16, 1, "packed"),
     "64-shared": (("gelu_tanh",), 64, torch.bfloat16, 1, "shared-queries"),
     "64-fp16": (("silu",), 64, torch.float16, 1, "packed"),
+    "64-long-silu": (("silu",), 64, torch.bfloat16, 1, "packed", 4, 1024),
+    "64-long-gelu": (("gelu_tanh",), 64, torch.bfloat16, 2, "shared-queries", 4, 1024),
+    "64-long-dense": (("gelu",), 64, torch.bfloat16, 1, "dense", 4, 2048),
 }
 
 

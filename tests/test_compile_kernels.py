@@ -36,10 +36,11 @@ SPILLS = {
 A_HANDFUL = 16
 SCHEDULE_KERNELS = 11
 FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
-# Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice, and last products twice or once more. Of
-# the backward: five a step, of D / 16 (S, dP), 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
-HOPPER_PRODUCTS = {("forward_kernel", 128): 88, ("forward_kernel", 64): 72}
-HOPPER_PRODUCTS |= {("backward_kernel", 128): 152, ("backward_kernel", 64): 120, ("backward_kernel", "without-dq"): 104}
+# Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice a consumer, of whom long sequences have three
+# at D = 64, and last products twice or once more, there once less with the newest Triton. Of the backward: five a step, of D / 16 (S, dP),
+# 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
+HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "long"): (104, 112)}
+HOPPER_PRODUCTS |= {("backward_kernel", 128): (152,), ("backward_kernel", 64): (120,), ("backward_kernel", "without-dq"): (104,)}
 # The hopper forward's, of packed activations at D = 128: a few numbers of a tile that its first step has no room for.
 PACKED_SPILLS = {False: (0, 8), True: (1, 20)}  # with the installed Triton and the newest
 PACKED = ("hopper-gelu_tanh", "hopper-gelu-grouped")
@@ -91,10 +92,13 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
         if row["configuration"].startswith("hopper-"):
             width: int | str = 64 if "-64" in row["configuration"] else 128
             width = "without-dq" if "without-dq" in row["configuration"] else width
+            width = "long" if "-64-long" in row["configuration"] else width
             if row["barrier"] >= FIRST_BARRIER:
                 over.append(f"{name}: Triton takes barrier {row['barrier']}, and {FIRST_BARRIER} and up are the kernel's own")
-            if row["products"] != HOPPER_PRODUCTS[row["kernel"], width]:
-                over.append(f"{name}: {row['products']} warpgroup products, expected {HOPPER_PRODUCTS[row['kernel'], width]}")
+            if row["products"] not in HOPPER_PRODUCTS[row["kernel"], width]:
+                over.append(
+                    f"{name}: {row['products']} warpgroup products, expected one of {HOPPER_PRODUCTS[row['kernel'], width]}"
+                )
         if row["kernel"] == "backward_kernel" or row["configuration"] in PACKED:
             allowed = UNSAFE_SPILLS if row["configuration"].endswith("unsafe") else BACKWARD_SPILLS
             allowed = PACKED_SPILLS if row["configuration"] in PACKED else allowed

@@ -347,17 +347,18 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         ({"activation": "gelu", "form": "shared-query", "q_lengths": (7,), "k_lengths": (5, 300)}, False),
         ({"activation": "gelu", "q_lengths": (13, 2)}, False),
         ({"activation": "silu"}, False),
+        ({"activation": "gelu", "head_dim": 64}, False),
         ({"activation": "gelu", "dtype": torch.float16}, False),
         ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
     ],
-    ids=["gelu", "a few rows for each of several", "too few for each", "few rows", "silu", "fp16", "heads that differ"],
+    ids=["gelu", "a few rows for each of several", "too few for each", "few rows", "silu", "narrow", "fp16", "heads that differ"],
 )
 def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     from gdpa.backends.hopper import launch
     from gdpa.backends.hopper.forward import rounded
 
     case = make_case(
-        **{"q_lengths": (130, 7), "k_lengths": (5, 300), "heads": 4, "head_dim": 64, "dtype": torch.bfloat16} | options
+        **{"q_lengths": (130, 7), "k_lengths": (5, 300), "heads": 4, "head_dim": 128, "dtype": torch.bfloat16} | options
     )
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
@@ -374,8 +375,60 @@ def test_a_mask_parts_no_packed_pairs():
 
     steep = gdpa.Activation(lambda s: torch.nn.functional.gelu(s) * 1e6)
     assert launch.device_functions((steep.key,), fast=True, frontend="gluon").open_packed is not None
-    case = make_case(activation=steep, q_lengths=(130, 7), k_lengths=(5, 300), heads=4, head_dim=64, dtype=torch.bfloat16)
+    case = make_case(activation=steep, q_lengths=(130, 7), k_lengths=(5, 300), heads=4, head_dim=128, dtype=torch.bfloat16)
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
     assert constants["MASK_TAIL"]
     assert constants["finish"] is launch.rounded
+
+
+@needs_triton
+class TestHowManyConsumersShareATile:
+    LONG = (1024, 1024)
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, 3),
+            ({"form": "dense"}, 3),
+            ({"form": "shared-query", "q_lengths": (1024,), "k_lengths": (5, 300)}, 3),
+            ({"q_lengths": (1023, 1024)}, 2),
+            ({"q_lengths": (2048, 0)}, 3),
+            ({"form": "dense", "q_lengths": (1023, 1023)}, 2),
+            ({"form": "shared-query", "q_lengths": (1023,), "k_lengths": (5, 300)}, 2),
+            ({"head_dim": 128}, 2),
+            ({"dtype": torch.float16}, 2),
+            ({"activation": torch.log}, 2),
+            ({"activation": ["gelu", "relu"]}, 2),
+        ],
+    )
+    def test_long_sequences_of_narrow_heads_have_three(self, options, expected):
+        from gdpa.backends.hopper import launch
+
+        options = {"q_lengths": self.LONG, "k_lengths": (5, 300), "heads": 2, "head_dim": 64, "dtype": torch.bfloat16} | options
+        if options.get("form") == "dense":
+            options["k_lengths"] = (7, 7)
+        assert launch.consumers(make_case(**options).problem) == expected
+
+    @pytest.mark.parametrize("form", ["packed", "dense"])
+    def test_tiles_records_and_the_kernel_agree(self, launched, form):
+        """One batch of each kind: three consumers have 192 rows a tile, so there are fewer tiles."""
+        from gdpa.backends.hopper import launch
+
+        for rows, count in ((1000, 2), (1024, 3)):
+            case = make_case(form, q_lengths=(rows, rows), k_lengths=(64, 64), heads=2, head_dim=64, dtype=torch.bfloat16)
+            call(case)
+            call(case)
+            tile = 64 * count
+            q_blocks = -(-rows // tile)
+            for _, _, arguments in launched.calls[-2:]:
+                records, tiles, blocks = arguments[4], arguments[6], arguments[9]
+                assert blocks == (q_blocks if form == "dense" else -(-2 * rows // tile))
+                assert tiles >= 2 * 2 * q_blocks
+                assert arguments[-1] == count
+            if form == "packed":
+                built = launch.schedule.records(
+                    case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, 2, case.problem.query_rows, case.problem.key_rows, tile
+                )
+                assert built[0, 0] == 2 * q_blocks
+                assert records == built.data_ptr()

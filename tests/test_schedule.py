@@ -152,9 +152,9 @@ def check_order(records: list[tuple[int, ...]], block: int) -> None:
 @st.composite
 def batches(draw: Callable[..., int]) -> Batch:
     batch = draw(st.sampled_from([0, 1, 2, 5, 31, 32, 33, 70]))
-    block = draw(st.sampled_from([16, 64, 128]))
+    block = draw(st.sampled_from([16, 64, 128, 192]))
     form = draw(st.sampled_from(["packed", "dense keys", "dense or shared queries"]))
-    length = st.one_of(st.sampled_from([0, 0, 1, 127, 128, 129, 255, 256, 257]), st.integers(0, 700))
+    length = st.one_of(st.sampled_from([0, 0, 1, 127, 128, 129, 191, 192, 193, 255, 256, 257]), st.integers(0, 700))
     q_lengths, k_lengths = (draw(st.lists(length, min_size=batch, max_size=batch)) for _ in range(2))
     tail = draw(st.sampled_from([0, 1, 300]))
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
@@ -359,7 +359,7 @@ def model(lengths: list[int], block: int) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_tile_is_listed_once_and_the_bound_holds(seed):
     draw = random.Random(seed)
-    batch, block = draw.choice([0, 1, 2, 7, 40]), draw.choice([16, 64, 128])
+    batch, block = draw.choice([0, 1, 2, 7, 40]), draw.choice([16, 64, 128, 192])
     q_lengths = [draw.choice([0, 0, 1, block - 1, block, block + 1, draw.randrange(500)]) for _ in range(batch)]
     k_lengths = [draw.choice([0, 3, draw.randrange(500)]) for _ in range(batch)]
     tail = draw.choice([0, 1, 3 * block])

@@ -2,11 +2,13 @@
 
     S = scale * Q K^T      P = where(M, f(S), 0)      O = out_scale * P V
 
-One persistent program a multiprocessor walks over tiles: 128 query rows of one (sequence, head). Its warps form three partitions:
+One persistent program a multiprocessor walks over tiles: 64 query rows of one (sequence, head) for each of CONSUMERS warpgroups, which
+are two, or, at D = 64, where registers allow it, two or three. Its warps form partitions:
 
     producer     one warp: copies a tile's queries and, BLOCK_N at a time, its keys and values into shared memory
     consumer 0   a warpgroup that multiplies, activates and stores rows 0 to 63 of the tile
     consumer 1   the same for rows 64 to 127; it sits out a tile that ends before them
+    consumer 2   the same for rows 128 to 191
 
 A consumer's blocks form one stream that does not stop where a tile ends. In step i it
 
@@ -20,10 +22,12 @@ so V(i - 1) is needed with K(i), and both are in stage i % 2 of their buffers. C
     barrier                  opened by                                  for
     keys.full, values.full   the copy engine                            the consumers' products of that stage
     queries.full             the copy engine                            the consumer whose slot it is
-    KEYS_EMPTY + stage       both consumers, S(i) done                  the producer, to fill the stage with K(i + 2)
-    VALUES_EMPTY + stage     both consumers, the product done           the producer, to fill the stage with V(i + 1)
+    KEYS_EMPTY + stage       all consumers, S(i) done                   the producer, to fill the stage with K(i + 2)
+    VALUES_EMPTY + stage     all consumers, the product done            the producer, to fill the stage with V(i + 1)
     QUERIES_EMPTY + slot     the slot's consumer, the tile's S done     the producer, to send the tile after the next
-    TURN + consumer          the other consumer, its products issued    the consumer, to issue its own
+    TURN + consumer          the consumer before, its products issued   the consumer, to issue its own
+
+With three consumers the named barriers do not suffice, and mbarriers, `empty`, take the place of QUERIES_EMPTY.
 
 Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
 A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
@@ -37,25 +41,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
-from gdpa.backends.hopper.pipeline import RAGGED, advance, arrive, divide, join, new_buffers, pinned
+from gdpa.backends.hopper.pipeline import RAGGED, advance, arrive, divide, join, new_barriers, new_buffers, pinned
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
-TILE: gl.constexpr = gl.constexpr(128)  # queries of a tile
 RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
 
 # Named barriers. Triton takes the lowest ones for its own partitions.
 KEYS_EMPTY: gl.constexpr = gl.constexpr(6)
 VALUES_EMPTY: gl.constexpr = gl.constexpr(8)
-QUERIES_EMPTY: gl.constexpr = gl.constexpr(10)
-TURN: gl.constexpr = gl.constexpr(14)
-# The threads that open them: both consumers' and the producer's; one consumer's and the producer's; both consumers'.
-ALL: gl.constexpr = gl.constexpr(288)
-PAIR: gl.constexpr = gl.constexpr(160)
-CONSUMERS: gl.constexpr = gl.constexpr(256)
+TURN: gl.constexpr = gl.constexpr(10)
+QUERIES_EMPTY: gl.constexpr = gl.constexpr(12)  # of two consumers
+# The threads that open them: for KEYS_EMPTY and VALUES_EMPTY all consumers' and the producer's (`all_threads`), else these.
+ONE_AND_PRODUCER: gl.constexpr = gl.constexpr(160)
+TWO: gl.constexpr = gl.constexpr(256)
+
+
+@gluon.constexpr_function
+def all_threads(consumers):
+    return 128 * consumers + 32
 
 
 @gluon.jit
-def find_tile(tile, records_ptr, q_rows, k_rows, q_blocks, HEADS: gl.constexpr, HAS_LIST: gl.constexpr):
+def find_tile(
+    tile, records_ptr, q_rows, k_rows, q_blocks, HEADS: gl.constexpr, HAS_LIST: gl.constexpr, CONSUMERS: gl.constexpr
+):  # fmt: skip
     """(head, sequence, its first row in a packed output, its queries, first of the tile's rows among them, its first key, its keys)."""
     head = tile % HEADS
     entry = tile // HEADS
@@ -69,7 +78,7 @@ def find_tile(tile, records_ptr, q_rows, k_rows, q_blocks, HEADS: gl.constexpr, 
         sequence = gl.load(record + 5)
     else:
         sequence = entry // q_blocks
-        row = (entry % q_blocks) * TILE
+        row = (entry % q_blocks) * (ROWS * CONSUMERS)
         start = sequence * q_rows
         length = q_rows
         k_start = sequence * k_rows
@@ -84,11 +93,14 @@ def block_count(k_length, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def send_queries(queries, q_desc, start, length, row, column, taken, WHICH: gl.constexpr):
+def send_queries(queries, empty, q_desc, start, length, row, column, taken, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
     """Copy 64 rows to consumer WHICH, whose two slots alternate; `taken` tiles went there before."""
     slot = WHICH * 2 + (taken & 1)
     if taken >= 2:
-        join(QUERIES_EMPTY + slot, PAIR)
+        if CONSUMERS == 2:
+            join(QUERIES_EMPTY + slot, ONE_AND_PRODUCER)
+        else:
+            mbarrier.wait(empty.index(slot), ((taken >> 1) & 1) ^ 1)
     queries.expect(slot)
     load_async(
         q_desc, [RAGGED, start + length, RAGGED - length + row, column], queries.full.index(slot), queries.memory.index(slot)
@@ -97,25 +109,33 @@ def send_queries(queries, q_desc, start, length, row, column, taken, WHICH: gl.c
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, queries, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
+    q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
     HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr,
-    BLOCK_N: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr,
+    BLOCK_N: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
+    ALL: gl.constexpr = all_threads(CONSUMERS)
     index = 0  # of the block in the stream
-    taken_0 = 0  # tiles sent to consumer 0, and to consumer 1
+    taken_0 = 0  # tiles sent to consumer 0, to consumer 1, and to consumer 2
     taken_1 = 0
+    taken_2 = 0
     v_end = 0  # where the values of the block before lie
     v_row = 0
     v_column = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, _, start, length, row, k_start, k_length = find_tile(tile, records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST)
+        head, _, start, length, row, k_start, k_length = find_tile(
+            tile, records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, CONSUMERS
+        )
         if Q_SHARED:
             start = 0
-        send_queries(queries, q_desc, start, length, row, head * STRIDE_Q, taken_0, 0)
+        column = head * STRIDE_Q
+        send_queries(queries, empty, q_desc, start, length, row, column, taken_0, 0, CONSUMERS)
         taken_0 += 1  # noqa: SIM113
         if row + ROWS < length:
-            send_queries(queries, q_desc, start, length, row + ROWS, head * STRIDE_Q, taken_1, 1)
+            send_queries(queries, empty, q_desc, start, length, row + ROWS, column, taken_1, 1, CONSUMERS)
             taken_1 += 1
+        if CONSUMERS == 3 and row + 2 * ROWS < length:
+            send_queries(queries, empty, q_desc, start, length, row + 2 * ROWS, column, taken_2, 2, CONSUMERS)
+            taken_2 += 1
         kv_head = head // GROUP
         for block in range(block_count(k_length, BLOCK_N)):
             stage = index & 1
@@ -153,22 +173,23 @@ def rounded(activated, DTYPE: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, p, accumulator, continued, keys, values, stage, phase, keys_left, both, scale, head,
-    activate: gl.constexpr, finish: gl.constexpr, BLOCK_N: gl.constexpr, EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+    q, p, accumulator, continued, keys, values, stage, phase, keys_left, shared, following, scale, head,
+    activate: gl.constexpr, finish: gl.constexpr, BLOCK_N: gl.constexpr, EARLY: gl.constexpr, MASK_TAIL: gl.constexpr,
+    WHICH: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
     """One block of the stream: its scores, and the product of the block before. Returns its P and the accumulator."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     keys.wait_full(stage, phase)
-    if both:
-        join(TURN + WHICH, CONSUMERS)
+    if shared:
+        join(TURN + WHICH, TWO)
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     s_token = warpgroup_mma(q, keys.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     # Long since there. Waiting here rather than for keys and values at once is worth 1 to 4 %: products queue up one behind the other,
-    # and a warp that has one more to issue than the queue takes stands in the way of the other consumer's instructions.
+    # and a warp that has one more to issue than the queue takes stands in the way of the other consumers' instructions.
     values.wait_full(stage, phase)
     o_token = warpgroup_mma(p, values.tile(stage), accumulator, use_acc=continued, is_async=True)
-    if both:
-        arrive(TURN + 1 - WHICH, CONSUMERS)
+    if shared:
+        arrive(TURN + following, TWO)
     s = warpgroup_mma_wait(1, deps=[s_token])
     arrive(KEYS_EMPTY + stage, ALL)
     if EARLY:
@@ -210,11 +231,12 @@ def store_tile(accumulator, factor, empty, staging, o_desc, end, row, column):
 
 @gluon.jit
 def consumer(
-    o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+    o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
     activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr,
-    MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+    MASK_TAIL: gl.constexpr, CONSUMERS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
+    ALL: gl.constexpr = all_threads(CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     out = staging.index(WHICH)
@@ -232,21 +254,26 @@ def consumer(
     last_factor = scale
     last_empty = False
     if WHICH == 1:
-        arrive(TURN, CONSUMERS)  # consumer 0 has the first turn
+        arrive(TURN, TWO)  # consumer 0 has the first turn
 
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     head, sequence, start, length, row, _, k_length = find_tile(
-        gl.minimum(first, gl.maximum(tiles - 1, 0)), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST
+        gl.minimum(first, gl.maximum(tiles - 1, 0)), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, CONSUMERS
     )
     for tile in range(first, tiles, programs):
         # Looked up a tile ahead: a record comes from L2, several hundred cycles away.
         next_head, next_sequence, next_start, next_length, next_row, _, next_k_length = find_tile(
-            gl.minimum(tile + programs, tiles - 1), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST
+            gl.minimum(tile + programs, tiles - 1), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, CONSUMERS
         )
         blocks = block_count(k_length, BLOCK_N)
-        both = row + ROWS < length  # else consumer 0 has this tile to itself
-        if WHICH == 1 and not both:
+        # Whether I share this tile: else consumer 0 has it to itself, and another has no rows in it. One condition for both, lest the
+        # assembler find a branch around the turns where there is none, and wait after every product.
+        shared = row + (WHICH if WHICH > 0 else 1) * ROWS < length
+        following = (WHICH + 1) % CONSUMERS  # the consumer whose turn comes after mine
+        if CONSUMERS == 3 and WHICH == 1:
+            following = gl.where(row + 2 * ROWS < length, 2, 0)
+        if WHICH > 0 and not shared:
             # Nothing of mine: finish what is pending and let the blocks pass.
             if pending:
                 accumulator = last_product(p, accumulator, continued, values, stage, phase)
@@ -266,19 +293,22 @@ def consumer(
             q = queries.tile(slot)
             # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
             p, accumulator = step(
-                q, p, accumulator, continued, keys, values, stage, phase, k_length, both, scale, head,
-                activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH,
+                q, p, accumulator, continued, keys, values, stage, phase, k_length, shared, following, scale, head,
+                activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH, ALL,
             )  # fmt: skip
             if pending:
                 store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
             stage, phase = advance(stage, phase)
             for block in range(1, blocks):
                 p, accumulator = step(
-                    q, p, accumulator, block > 1, keys, values, stage, phase, k_length - block * BLOCK_N, both, scale, head,
-                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH,
+                    q, p, accumulator, block > 1, keys, values, stage, phase, k_length - block * BLOCK_N, shared, following, scale, head,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH, ALL,
                 )  # fmt: skip
                 stage, phase = advance(stage, phase)
-            arrive(QUERIES_EMPTY + slot, PAIR)
+            if CONSUMERS == 2:
+                arrive(QUERIES_EMPTY + slot, ONE_AND_PRODUCER)
+            else:
+                mbarrier.arrive(empty.index(slot))
 
             pending = True
             continued = blocks > 1
@@ -307,7 +337,7 @@ def forward_kernel(
     activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr,
-    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr,
+    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -316,25 +346,27 @@ def forward_kernel(
     o_layout: gl.constexpr = o_desc.layout
     if HAS_LIST:
         tiles = gl.load(records_ptr) * HEADS
-    queries = new_buffers(dtype, 4, ROWS, D, q_layout)  # two slots a consumer
+    queries = new_buffers(dtype, 2 * CONSUMERS, ROWS, D, q_layout)  # two slots a consumer
+    empty = queries.full  # of two consumers, who do not look at it
+    if CONSUMERS == 3:
+        empty = new_barriers(2 * CONSUMERS)
     keys = new_buffers(dtype, 2, BLOCK_N, D, k_layout)
     values = new_buffers(dtype, 2, BLOCK_N, D, v_layout)
-    staging = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_layout)
+    staging = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], o_layout)
     gl.warp_specialize(
         [
             (consumer, (
-                o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
-                activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL, 0,
-            )),
-            (consumer, (
-                o_desc, queries, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
-                activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL, 1,
-            )),
+                o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks,
+                scale, out_scale, activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL,
+                CONSUMERS, which,
+            )) if which < CONSUMERS else
             (producer, (
-                q_desc, k_desc, v_desc, queries, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
-                HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, BLOCK_N, HAS_LIST, Q_SHARED,
-            )),
+                q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
+                HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, BLOCK_N, HAS_LIST, Q_SHARED, CONSUMERS,
+            ))
+            for which in ((0, 1, 2) if CONSUMERS == 2 else (0, 1, 2, 3))
         ],
-        [4, 1],
-        [240, 24],  # registers of a thread: 2 x 128 x 240 + 128 x 24 of 65,536
+        [4, 1] if CONSUMERS == 2 else [4, 4, 1],
+        # Registers of a thread: 2 x 128 x 240 + 128 x 24 of 65,536, or 3 x 128 x 160 + 128 x 24.
+        [240, 24] if CONSUMERS == 2 else [160, 160, 24],
     )  # fmt: skip

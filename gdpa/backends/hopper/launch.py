@@ -36,10 +36,13 @@ from gdpa.device_source import FEWEST_PACKED_ROWS
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
-TILE = 128  # query rows of a tile, as the kernel has them
-CONSUMER_ROWS = 64
+CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
 BLOCK_N = 128  # keys of a block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 warps share the registers
+# Rows of a sequence from which on three consumers are the faster at D = 64 in bf16. Of the floor on an H200, two -> three: SiLU 1024
+# rows 0.728 -> 0.740, 2048 rows 0.774 -> 0.855; gelu_tanh 0.643 -> 0.636, 0.672 -> 0.735. Shorter ones would leave more of a tile empty.
+ROWS_FOR_THREE = 1024
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -118,7 +121,8 @@ class Ready:
         packed = problem.query_side == "packed", problem.key_side == "packed"
         self.records_kind: schedule.RecordsKind | None = None
         if True in packed:
-            self.records_kind = schedule.records_kind(*packed, problem.batch, problem.query_rows, problem.key_rows, TILE)
+            tile = CONSUMER_ROWS * consumers(problem)
+            self.records_kind = schedule.records_kind(*packed, problem.batch, problem.query_rows, problem.key_rows, tile)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
@@ -221,6 +225,17 @@ def _is_hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+def consumers(problem: Problem) -> int:
+    """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked."""
+    rows = problem.query_rows // max(problem.batch, 1) if problem.query_side == "packed" else problem.query_rows
+    fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
+    return 3 if fits and rows >= ROWS_FOR_THREE and not _needs_mask(problem) else 2
+
+
+def _needs_mask(problem: Problem) -> bool:
+    return not all(Activation.from_key(key).tail_safe for key in problem.activations)
+
+
 def _has_many_rows(problem: Problem) -> bool:
     """Whether so many rows share the error budget that packed scores, rounded twice, stay inside it."""
     rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
@@ -260,7 +275,9 @@ def _first(
         start(recipe, programs, tensors, (*pointers, *numbers))
     else:
         constants = _constants(problem, *tensors, out_scale)
-        kernel = forward_kernel[(programs,)](*_descriptors(*tensors), *pointers, *numbers, **constants, **OPTIONS)
+        kernel = forward_kernel[(programs,)](
+            *_descriptors(*tensors), *pointers, *numbers, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]]
+        )
         recipe = Recipe(kernel, tuple(constants.values()), tuple(ragged_geometry(x) for x in tensors))
         if len(_recipes) >= _MOST_RECIPES:
             _recipes.clear()
@@ -284,6 +301,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         v.stride()[-3:],
         out_scale is None,
         _has_many_rows(problem),
+        consumers(problem),
     )
 
 
@@ -305,14 +323,16 @@ def _pointers(
     """The tiles' records and the scales of the sequences; q stands for what is not read."""
     records = q
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        records = schedule.records(cu_seqlens_q, cu_seqlens_k, problem.batch, problem.query_rows, problem.key_rows, TILE)
+        tile = CONSUMER_ROWS * consumers(problem)
+        records = schedule.records(cu_seqlens_q, cu_seqlens_k, problem.batch, problem.query_rows, problem.key_rows, tile)
     return records, q if out_scale is None else out_scale.float().contiguous()
 
 
 def _numbers(problem: Problem) -> tuple[int | float, ...]:
     """The kernel's run-time numbers; the first is the most tiles there can be."""
-    tiles = schedule.tile_bound(problem.query_side == "packed", problem.batch, problem.query_rows, TILE) * problem.heads
-    q_blocks = -(-problem.query_rows // TILE)
+    tile = CONSUMER_ROWS * consumers(problem)
+    tiles = schedule.tile_bound(problem.query_side == "packed", problem.batch, problem.query_rows, tile) * problem.heads
+    q_blocks = -(-problem.query_rows // tile)
     return tiles, problem.query_rows, problem.key_rows, q_blocks, problem.scale, problem.out_scale
 
 
@@ -324,11 +344,12 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
     """The kernel's compile-time arguments, in its order."""
     # bf16 takes the approximate instructions: they err less than its rounding of P. fp16 rounds eight times finer.
     functions = device_functions(problem.activations, fast=problem.dtype == torch.bfloat16, frontend="gluon")
-    mask_tail = not all(Activation.from_key(key).tail_safe for key in problem.activations)
-    # A mask would part the pairs of packed scores.
-    packed = functions.open_packed is not None and not mask_tail and _has_many_rows(problem)
-    # Worth up to 4 %. The longer activations of fp16 and a mask have no registers to spare for it, packed ones at D = 64 spill.
-    early = DIVIDES.value and problem.dtype == torch.bfloat16 and not mask_tail and (problem.head_dim == 128 or not packed)
+    mask_tail = _needs_mask(problem)
+    count = consumers(problem)
+    # A mask would part the pairs of packed scores. At D = 64 they are no faster, or spill.
+    packed = functions.open_packed is not None and problem.head_dim == 128 and not mask_tail and _has_many_rows(problem)
+    # Worth up to 4 %. The longer activations of fp16 and a mask have no registers to spare for it, nor has any with three consumers.
+    early = DIVIDES.value and problem.dtype == torch.bfloat16 and not mask_tail and count == 2
     return {
         "activate": functions.open_packed if packed else functions.scaled,
         "finish": functions.finish_packed if packed else rounded,
@@ -346,27 +367,37 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
         "SCALE_PER_SEQUENCE": out_scale is not None,
         "EARLY": early,
         "MASK_TAIL": mask_tail,
+        "CONSUMERS": count,
     }
 
 
 def compile_forward(
-    activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, form: str = "packed", kv_heads: int = 4
+    activations: tuple[str, ...],
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int = 1,
+    form: str = "packed",
+    kv_heads: int = 4,
+    rows: int = 256,
 ) -> Any:
-    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries."""
-    q, k, v, cu_q, cu_k = example(form, 4, 256, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
+    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, `rows` a sequence."""
+    q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
     out = q.new_empty(problem.output_shape)
     arguments = (*_descriptors(q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
+    constants = _constants(problem, q, k, v, out, None)
     with target_architecture(90):
-        return forward_kernel.warmup(*arguments, **_constants(problem, q, k, v, out, None), **OPTIONS, grid=(1,))
+        return forward_kernel.warmup(*arguments, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]], grid=(1,))
 
 
 def precompile(activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, kv_heads: int = 4) -> list[str]:
-    """Build the kernel into Triton's cache, in every form; a line for each."""
+    """Build the kernel into Triton's cache, in every form and for short and long sequences; a line for each."""
     lines = []
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
-        kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads)
-        lines.append(
-            f"sm_90 {form:14} {'hopper forward_kernel':28} {TILE}x{BLOCK_N}, 12 warps, {kernel.metadata.shared // 1024} KB shared"
-        )
+        for rows in (256, ROWS_FOR_THREE) if head_dim == 64 else (256,):
+            kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads, rows)
+            lines.append(
+                f"sm_90 {form:14} {'hopper forward_kernel':28} {rows} queries, {kernel.metadata.num_warps} warps, "
+                f"{kernel.metadata.shared // 1024} KB shared"
+            )
     return lines
