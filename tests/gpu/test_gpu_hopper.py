@@ -74,6 +74,23 @@ def test_every_form(form, head_dim):
     check(make_case(form, **{**BASE, "head_dim": head_dim}, q_lengths=(300, 3, 0, 129), k_lengths=(270, 129, 64, 0)), "hopper")
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_three_consumers(form, activation, monkeypatch):
+    """As long sequences have them, here of every length; six heads, so that no other test's launches are remembered."""
+    from gdpa.backends.hopper import launch
+
+    monkeypatch.setattr(launch, "ROWS_FOR_THREE", 0)
+    options = {**BASE, "heads": 6, "head_dim": 64, "activation": activation, "out_scale": "per-sequence"}
+    case = make_case(form, **options, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS)
+    assert launch.consumers(case.problem) == 3
+    check(case, "hopper")
+
+
+def test_long_narrow_sequences():
+    check(make_case(**{**BASE, "head_dim": 64}, q_lengths=(2048, 1000, 1, 1100), k_lengths=(700, 0, 129, 2048)), "hopper")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_with_a_scale_per_sequence(form):
     check(make_case(form, **BASE, q_lengths=(100, 3, 70), k_lengths=(70, 129, 0), out_scale="per-sequence"), "hopper")
