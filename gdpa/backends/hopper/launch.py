@@ -40,9 +40,9 @@ CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
 BLOCK_N = 128  # keys of a block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 warps share the registers
-# Rows of a sequence from which on three consumers are the faster at D = 64 in bf16. Of the floor on an H200, two -> three: SiLU 1024
-# rows 0.728 -> 0.740, 2048 rows 0.774 -> 0.855; gelu_tanh 0.643 -> 0.636, 0.672 -> 0.735. Shorter ones would leave more of a tile empty.
-ROWS_FOR_THREE = 1024
+# Rows of a sequence from which on three consumers are the faster at D = 64 in bf16. Of the floor on an H200, two -> three: SiLU 256 rows
+# 0.707 -> 0.692, 512 rows 0.632 -> 0.649, 2048 rows 0.747 -> 0.823; gelu_tanh 0.625 -> 0.556, 0.534 -> 0.561, 0.608 -> 0.718.
+ROWS_FOR_THREE = 512
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
