@@ -131,6 +131,19 @@ def test_figures_quoted_from_the_h200s_files_are_theirs():
     assert f"is {low} to {high} on the hopper backend, {triton_low} to {triton_high} on triton" in numerics
 
 
+def test_experiments_that_design_quotes_are_written_down():
+    """Every row of the tables of what was tried on a GPU, figures and all, stands in results/experiments as well."""
+    kept = json.loads((ROOT / "results" / "experiments" / "h200-transcribed.json").read_text())["figures"]
+    written = {(entry["what"], entry["effect"]) for entry in kept}
+    hopper = (ROOT / "docs" / "design.md").read_text().split("### Hopper backend")[1].split("### Triton backend")[0]
+    tables = re.findall(r"^\| (?:change|tried) \| effect \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", hopper, re.MULTILINE)
+    assert len(tables) == 4
+    rows = [tuple(row.strip("| ").split(" | ")) for table in tables for row in table.splitlines()]
+    assert len(rows) > 20
+    absent = [what for what, effect in rows if re.search(r"\d", effect) and (what, effect) not in written]
+    assert not absent, f"not in results/experiments/h200-transcribed.json: {absent}"
+
+
 def test_every_results_file_is_whole_and_says_how_it_was_made():
     files = sorted((ROOT / "results").glob("*.json"))
     assert files
