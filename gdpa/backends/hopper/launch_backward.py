@@ -50,7 +50,7 @@ def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
 
 # Tiles whose parts of dQ are rounded before they are added. With what dS's rounding costs, two have 1.2 times the error of the ideal
 # computation, which rounds the sum once, and four 1.5 times; eight would have 1.8, close to the 2 that are allowed. A few rows may have
-# more than their share of it (one of 64 numbers 1.9 in 60 draws), so they are summed in fp32.
+# more than their share of that (a row of 64 numbers had up to 1.9 in 60 draws), so they are summed in fp32.
 MOST_ROUNDED_TILES = 4
 FEWEST_ROUNDED_ROWS = 64  # heads counted
 

@@ -10,12 +10,11 @@ dQ of a step sums over the tiles of its sequence, which different programs hold 
 so that nothing is zeroed before or rounded after. Where at most `few` tiles add up, each rounds its part, the first stores it in dQ itself
 and the copy engine adds the others there: half the bytes, and nothing comes back (docs/numerics.md has the error of it).
 
-A counter for each step of a query head says how many tiles have been there: ADD
-waits for one, or, where results must be the same every time, for all before it; LAST waits for all others. Tiles begin at different
-steps and go around: tile t of T at step t * steps / T, so each finds that the one before it was there a while ago. A tile then waits for
-tiles behind it in the list as well, whose programs must be running: the launch is cooperative, and no program has two tiles of such a
-sequence, whose tiles and heads are at most as many as there are programs (`rotating`). Longer sequences do not turn: all their tiles
-begin at step 0 and wait for those before them in the list.
+A counter for each step of a query head says how many tiles have been there: ADD waits for one, or, where results must be the same every
+time, for all before it; LAST waits for all others. Tiles begin at different steps and go around: tile t of T at step t * steps / T, so
+each finds that the one before it was there a while ago. A tile then waits for tiles behind it in the list as well, whose programs must be
+running: the launch is cooperative, and no program has two tiles of such a sequence, whose tiles and heads are at most as many as there are
+programs (`rotating`). Longer sequences do not turn: all their tiles begin at step 0 and wait for those before them in the list.
 
 Dense sequences of two tiles and few queries are PAIRED: one program takes both tiles, one after the other, and waits for itself alone.
 
