@@ -161,6 +161,11 @@ def remember(
     _calls[key] = [call, *_calls.get(key, ())][:_MOST_CALLS]
 
 
+def forget() -> None:
+    """All calls: whoever changes which backend is chosen must."""
+    _calls.clear()
+
+
 def _known_by(
     q: Tensor,
     k: Tensor,

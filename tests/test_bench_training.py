@@ -296,6 +296,20 @@ def test_the_model_is_compiled_around_each_kind_of_attention_and_the_rows_say_so
         assert row["note"].startswith(note)
 
 
+def test_another_backend_is_not_passed_by_on_the_short_way(monkeypatch):
+    """Calls that are remembered with the backend they had would go on to it."""
+    from gdpa import dispatch, shortcut
+    from gdpa.bench.training_attention import run_on
+
+    monkeypatch.setitem(shortcut._calls, "a key", [])
+    try:
+        run_on("reference")
+        assert not shortcut._calls
+    finally:
+        run_on(None)
+    assert dispatch.choose.__module__ == "gdpa.dispatch"
+
+
 def test_one_compilation_serves_all_backends_of_the_operator(monkeypatch, tmp_path):
     counter = CompileCounter()
     compiled_by(counter, monkeypatch)

@@ -186,9 +186,10 @@ def train_table(name: str, data: Data) -> str:
     """A training step by model and provider: its throughput, and where its time goes."""
     providers = list(dict.fromkeys(row["provider"] for row in data["rows"]))
     cells = {(row["model"], row["preset"], row["provider"]): row for row in data["rows"]}
+    made_with = f"; {data['header']['made_with']}" if "made_with" in data["header"] else ""
     lines = [
         f"{data['header'].get('gpu')}, a training step, samples/s (milliseconds: the step, of which attention; memory): "
-        f"`{data['header']['command']}` ([{name}]({{root}}results/{name}))",
+        f"`{data['header']['command']}` ([{name}]({{root}}results/{name}){made_with})",
         "",
         "| model | " + " | ".join(providers) + " |",
         "|---" * (len(providers) + 1) + "|",

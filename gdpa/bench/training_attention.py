@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import gdpa
-from gdpa import dispatch, operators
+from gdpa import dispatch, operators, shortcut
 from gdpa.activations import Activation
 from gdpa.bench.plain import FUNCTIONS, compiled
 from gdpa.bench.providers import free_bytes
@@ -288,6 +288,7 @@ def run_on(backend: str | None) -> None:
     that one compilation serves all backends."""
     dispatch.choose = _choose if backend is None else lambda problem, name=None: _choose(problem, name or backend)
     operators._plans.clear()  # what has been chosen so far
+    shortcut.forget()
 
 
 _choose = dispatch.choose
