@@ -122,7 +122,7 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     step = bench.add_argument_group("--suite train: a training step, with the attention done by each provider")
     step.add_argument("--model", action="append", metavar="NAME", help="interformer, kunlun (default: both); may be repeated")
     step.add_argument("--preset", metavar="NAME", help="tiny, small or gem-block (default: gem-block on a GPU, tiny on a CPU)")
-    _compile_argument(step)
+    _compile_argument(step, "on a GPU")
     step.add_argument("--lengths", metavar="NAME", help="of the histories: uniform from 1 to the longest (default), or lognormal")
     step.add_argument("--steps", type=_positive, help="timed steps of each provider's turn, at most (default: 4)")
     how = bench.add_argument_group("how")
@@ -170,7 +170,7 @@ def _train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "--backend", default="auto", metavar="NAME", help=f"of the attention: auto (default), {', '.join(dispatch.BACKENDS)}"
     )
     how.add_argument("--dtype", type=_dtype, help="bf16 (autocast; the default on a GPU) or fp32 (the default on a CPU)")
-    _compile_argument(how)
+    _compile_argument(how, "no")
     how.add_argument("--parallel", default="ddp", metavar="NAME", help="of the dense part under torchrun: ddp (default) or fsdp")
     out = train.add_argument_group("what becomes of it")
     out.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints, log.jsonl, curves.png (default: a new one in runs/)")
@@ -186,11 +186,11 @@ def _device_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: the GPU where there is one)")
 
 
-def _compile_argument(parser: argparse._ActionsContainer) -> None:
+def _compile_argument(parser: argparse._ActionsContainer, default: str) -> None:
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="torch.compile of the model, layer by layer (default: on a GPU)",
+        help=f"torch.compile of the model, layer by layer (default: {default})",
     )
 
 

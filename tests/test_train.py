@@ -353,7 +353,6 @@ def test_without_out_every_run_has_a_new_folder(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(("options", "compiled"), [(["--compile"], True), (["--no-compile"], False), ([], False)], ids=str)
 def test_compile_compiles_the_stages_of_the_dense_part(options, compiled, monkeypatch, tmp_path, capsys):
-    """Without the option, on a GPU alone."""
     from gdpa.models.base import DensePart
     from gdpa.train import loop
 

@@ -102,7 +102,7 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         backend=options.backend,
         no_history=options.no_history,
         bf16=bf16,
-        compile=device.type == "cuda" if options.compile is None else options.compile,
+        compile=bool(options.compile),
         parallel=options.parallel,
         log_every=options.log_every,
         checkpoint_every=options.checkpoint_every,
