@@ -20,15 +20,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-RecordsKind: TypeAlias = tuple[str, bool, bool, int, int, int, int]
+Kind: TypeAlias = tuple[Any, ...]  # what something built from offsets is known by, beside the offsets
+Lists: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+Built = TypeVar("Built")
 
-_CACHE_SIZE = 64
-_cache: OrderedDict[Hashable, tuple[Tensor, weakref.ref[Tensor], weakref.ref[Tensor]]] = OrderedDict()
+_CACHE_SIZE = 128
+_cache: OrderedDict[Hashable, tuple[Any, weakref.ref[Tensor], weakref.ref[Tensor]]] = OrderedDict()
 
 
 def bounds(offsets: Tensor, rows: int) -> Tensor:
@@ -47,6 +49,29 @@ def tiles(owner: Tensor | None, other: Tensor | None, batch: int, rows: int, blo
     return _cached(kind, owner, other, lambda: _build_tiles(owner, other, batch, rows, block))
 
 
+def lists(
+    q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_rows: int, k_rows: int, block: int, owner: str
+) -> Lists:
+    """(`tiles` of the "queries" or "keys" that `owner` says, or of "neither"; `bounds` of the queries; `bounds` of the keys), None where
+    there are none: together what a kernel reads, to be found at one look. One side at least has offsets."""
+
+    def build() -> Lists:
+        q_bounds = None if q_offsets is None else bounds(q_offsets, q_rows)
+        k_bounds = None if k_offsets is None else bounds(k_offsets, k_rows)
+        if owner == "neither":
+            return None, q_bounds, k_bounds
+        sides = (q_bounds, k_bounds, batch, q_rows) if owner == "queries" else (k_bounds, q_bounds, batch, k_rows)
+        return tiles(*sides, block), q_bounds, k_bounds
+
+    kind = lists_kind(q_offsets is not None, k_offsets is not None, batch, q_rows, k_rows, block, owner)
+    return _cached(kind, q_offsets, k_offsets, build)
+
+
+def lists_kind(q_packed: bool, k_packed: bool, batch: int, q_rows: int, k_rows: int, block: int, owner: str) -> Kind:
+    """What `lists` of some offsets are known by, beside the offsets."""
+    return "lists", q_packed, k_packed, batch, q_rows, k_rows, block, owner
+
+
 def records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_rows: int, k_rows: int, block: int) -> Tensor:
     """All that a kernel must know of each tile of queries, as int32 (count bound + 1, 8).
 
@@ -62,19 +87,16 @@ def records(q_offsets: Tensor | None, k_offsets: Tensor | None, batch: int, q_ro
     return _cached(kind, q_offsets, k_offsets, lambda: _build_records(q_offsets, k_offsets, batch, q_rows, k_rows, block))
 
 
-def records_kind(q_packed: bool, k_packed: bool, batch: int, q_rows: int, k_rows: int, block: int) -> RecordsKind:
+def records_kind(q_packed: bool, k_packed: bool, batch: int, q_rows: int, k_rows: int, block: int) -> Kind:
     """What `records` of some offsets are known by, beside the offsets."""
     return "records", q_packed, k_packed, batch, q_rows, k_rows, block
 
 
-def known_records(kind: RecordsKind, q_offsets: Tensor | None, k_offsets: Tensor | None, stream: int) -> Tensor | None:
-    """What `records` has built on the device's current stream, `stream`; None where it has to be asked.
-
-    The offsets must not be inference tensors.
-    """
+def known(kind: Kind, q_offsets: Tensor | None, k_offsets: Tensor | None, stream: int) -> Any:
+    """What `records` or `lists` has built on the device's current stream, `stream`; None where it has to be asked."""
     first: Tensor = q_offsets if q_offsets is not None else k_offsets  # type: ignore[assignment]
     second = first if k_offsets is None else k_offsets
-    if _memory_is_a_graphs(first.get_device()):
+    if first.is_inference() or second.is_inference() or _memory_is_a_graphs(first.get_device()):
         return None
     return _find((kind, id(first), first._version, id(second), second._version, stream), first, second)
 
@@ -170,7 +192,7 @@ def _memory_is_a_graphs(index: int) -> bool:
     return manager is not None and manager.path_state != trees.ExecutionState.NONE
 
 
-def _find(key: Hashable, first: Tensor, second: Tensor) -> Tensor | None:
+def _find(key: Hashable, first: Tensor, second: Tensor) -> Any:
     hit = _cache.get(key)
     # A new tensor may have the address of one that is gone.
     if hit is None or hit[1]() is not first or hit[2]() is not second:
@@ -179,7 +201,7 @@ def _find(key: Hashable, first: Tensor, second: Tensor) -> Tensor | None:
     return hit[0]
 
 
-def _cached(kind: tuple[Hashable, ...], first: Tensor | None, second: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
+def _cached(kind: Kind, first: Tensor | None, second: Tensor | None, build: Callable[[], Built]) -> Built:
     """Build once per identity and version of the tensors it is built from, so that the layers of a model share a schedule.
 
     torch counts a version for every in-place operation, but not for writes through `.data`, numpy or a collective: offsets changed
@@ -202,7 +224,7 @@ def _cached(kind: tuple[Hashable, ...], first: Tensor | None, second: Tensor | N
         # What one stream builds another may not read yet, so each has its own. The raw call is 10 microseconds cheaper.
         stream = torch._C._cuda_getCurrentRawStream(index)
     key = (kind, id(first), first._version, id(second), second._version, stream)
-    built = _find(key, first, second)
+    built: Built | None = _find(key, first, second)
     if built is None:
         built = build()
         _cache[key] = (built, weakref.ref(first), weakref.ref(second))

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdpa import launching
+
 # Where a side's (start, length) come from: the same number of rows for each sequence, the caller's offsets, or `bounds`.
 DENSE: tl.constexpr = tl.constexpr(0)
 OFFSETS: tl.constexpr = tl.constexpr(1)
@@ -261,11 +263,12 @@ def _plain(side: Tensor | None) -> Tensor | None:
 
 
 def _launch(kernel: Any, grid: tuple[int], arguments: tuple[Any, ...], constants: dict[str, Any], compile_only: bool) -> Any:
-    constants = {**constants, "enable_fp_fusion": True}  # there is none; unsaid, Triton 3.9 warns of its default
+    # There is nothing to fuse; unsaid, Triton 3.9 warns of its default.
+    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     if compile_only:
-        return kernel.warmup(*arguments, grid=grid, **constants)
+        return kernel.warmup(*arguments, grid=grid, **constants, **options)
     device = arguments[0].device
     # Triton launches on the current device, which need not be the tensors'.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        return kernel[grid](*arguments, **constants)
+        return launching.run(kernel, (*grid, 1, 1), device, arguments, constants, options)

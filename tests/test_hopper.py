@@ -66,7 +66,7 @@ class TestWhichGradientsItsKernelComputes:
     @pytest.fixture
     def calls(self, monkeypatch):
         from gdpa.backends.hopper import launch_backward
-        from gdpa.backends.triton import launch as portable
+        from gdpa.backends.triton import run as portable
 
         calls = []
         for name, module in (("hopper", launch_backward), ("triton", portable)):
@@ -245,14 +245,14 @@ class TestTheBareLauncher:
         return recipe
 
     def test_is_given_what_triton_gives_it(self, started, monkeypatch):
-        from gdpa.backends.hopper import launch
+        from gdpa import launching
 
         a, b = torch.zeros(10, 2, 64).bfloat16(), torch.zeros(10, 3, 64).bfloat16()
         recipe = self.start(started, a, b)
         self.start(started, a, b, recipe=recipe)
         assert len(started.encoded) == 2
         assert recipe.launcher is not None
-        monkeypatch.setattr(launch, "bare_launcher", lambda kernel: None)
+        monkeypatch.setattr(launching, "bare_launcher", lambda kernel: None)
         self.start(started, a, b)
         assert len(started.encoded) == 4
         bare, again, ordinary = started.calls
@@ -263,6 +263,7 @@ class TestTheBareLauncher:
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("out_scale", [None, "per-sequence"], ids=["one scale", "a scale each"])
     def test_of_a_prepared_call_is_given_what_triton_gives_it(self, started, monkeypatch, form, out_scale):
+        from gdpa import launching
         from gdpa.backends.hopper import launch
 
         options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "out_scale": out_scale}
@@ -275,7 +276,7 @@ class TestTheBareLauncher:
         call(case)
         del started.calls[:]
         outs = [call(case) for _ in range(2)]
-        monkeypatch.setattr(launch, "_is_hooked", lambda: True)  # Triton's own way
+        monkeypatch.setattr(launching, "is_hooked", lambda: True)  # Triton's own way
         outs.append(call(case))
         seen = []
         for arguments, out in zip(map(list, started.calls), outs, strict=True):
@@ -295,9 +296,9 @@ class TestTheBareLauncher:
         assert [what[1] for what in started.encoded] == [3, 2, 3, 3, 2]  # the two descriptors are kept apart
 
     def test_keeps_a_bounded_number_of_them(self, started, monkeypatch):
-        from gdpa.backends.hopper import launch
+        from gdpa import launching
 
-        monkeypatch.setattr(launch.Encoded, "MOST", 3)
+        monkeypatch.setattr(launching.Encoded, "MOST", 3)
         x = torch.zeros(64, 2, 64).bfloat16()
         recipe = self.start(started, x, x)
         for row in range(1, 20):
@@ -318,7 +319,7 @@ class TestTheBareLauncher:
 
     @pytest.mark.parametrize("size", ["global_scratch_size", "profile_scratch_size"])
     def test_is_not_for_kernels_with_scratch_memory(self, started, size):
-        from gdpa.backends.hopper.compat import bare_launcher
+        from gdpa.launching import bare_launcher
 
         assert bare_launcher(started.kernel) is not None
         setattr(started.kernel.run, size, 128)

@@ -307,13 +307,13 @@ class TestKnownRecords:
         q, k = offsets(5, 6), offsets(7, 8)
         q, k = {"both": (q, k), "one for both": (q, q), "queries": (q, None), "keys": (None, k)}[sides]
         kind = schedule.records_kind(q is not None, k is not None, 2, 11, 15, 128)
-        assert schedule.known_records(kind, q, k, 0) is None
+        assert schedule.known(kind, q, k, 0) is None
         built = schedule.records(q, k, 2, 11, 15, 128)
-        assert schedule.known_records(kind, q, k, 0) is built
-        assert schedule.known_records(kind, q, k, 1) is None, "of another stream"
-        assert schedule.known_records((*kind[:-1], 64), q, k, 0) is None
+        assert schedule.known(kind, q, k, 0) is built
+        assert schedule.known(kind, q, k, 1) is None, "of another stream"
+        assert schedule.known((*kind[:-1], 64), q, k, 0) is None
         capturing[0] = True
-        assert schedule.known_records(kind, q, k, 0) is None, "a captured graph builds its own"
+        assert schedule.known(kind, q, k, 0) is None, "a captured graph builds its own"
 
     @pytest.mark.parametrize("changed", ["queries", "keys"])
     def test_are_gone_when_offsets_change(self, capturing, changed):
@@ -321,13 +321,13 @@ class TestKnownRecords:
         kind = schedule.records_kind(True, True, 2, 11, 15, 128)
         schedule.records(q, k, 2, 11, 15, 128)
         (q if changed == "queries" else k)[1] = 4
-        assert schedule.known_records(kind, q, k, 0) is None
+        assert schedule.known(kind, q, k, 0) is None
 
     def test_are_not_given_to_another_tensor_at_the_address(self, capturing):
         for length in range(1, 50):
             cu = offsets(length)
             kind = schedule.records_kind(True, False, 1, 60, 3, 128)
-            assert schedule.known_records(kind, cu, None, 0) is None
+            assert schedule.known(kind, cu, None, 0) is None
             schedule.records(cu, None, 1, 60, 3, 128)
             del cu
 
@@ -411,6 +411,34 @@ def test_layers_share_a_schedule_until_the_offsets_change():
     assert schedule.bounds(cu, 12) is not first
     cu[1] = 4
     assert schedule.bounds(cu, 11).tolist() == [[0, 4], [4, 7], [11, 0]]
+
+
+@pytest.mark.parametrize("owner", ["queries", "keys", "neither"])
+@pytest.mark.parametrize("sides", ["both", "queries", "keys"])
+def test_lists_are_the_bounds_and_the_tiles_found_at_one_look(monkeypatch, owner, sides):
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    q = offsets(5, 6) if sides != "keys" else None
+    k = offsets(70, 8) if sides != "queries" else None
+    lists = schedule.lists(q, k, 2, 11, 78, 64, owner)
+    q_bounds, k_bounds = (None if cu is None else schedule.bounds(cu, rows) for cu, rows in ((q, 11), (k, 78)))
+    assert lists[1] is q_bounds
+    assert lists[2] is k_bounds
+    if owner == "neither":
+        assert lists[0] is None
+    else:
+        own, other, rows = (q_bounds, k_bounds, 11) if owner == "queries" else (k_bounds, q_bounds, 78)
+        assert lists[0] is schedule.tiles(own, other, 2, rows, 64)
+    kind = schedule.lists_kind(q is not None, k is not None, 2, 11, 78, 64, owner)
+    assert schedule.known(kind, q, k, 0) is lists
+    assert schedule.known((*kind[:-1], "nobody"), q, k, 0) is None
+
+
+def test_inference_tensors_have_no_version_to_know_a_list_by(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    with torch.inference_mode():
+        cu = offsets(5, 6)
+    schedule.lists(cu, cu, 2, 11, 11, 64, "queries")
+    assert schedule.known(schedule.lists_kind(True, True, 2, 11, 11, 64, "queries"), cu, cu, 0) is None
 
 
 def test_a_freed_tensors_schedule_is_not_given_to_another_at_its_address():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -67,6 +67,33 @@ def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int,
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     return found or ordinary
+
+
+class Output:
+    """A contiguous tensor on the current device, to be allocated again and again."""
+
+    __slots__ = ("allocate", "device", "dtype", "shape", "strides")
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        strides = [1]
+        for size in self.shape[:0:-1]:
+            strides.append(strides[-1] * max(size, 1))
+        self.strides = tuple(strides[::-1])
+        self.allocate = empty_strided(device)
+
+    def new(self) -> Tensor:
+        # Where uninitialised memory is to be filled, torch's own allocation does it.
+        if torch._C._get_deterministic_algorithms():
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self.allocate(self.shape, self.strides, self.dtype)
+
+
+def plain_scales(out_scale: Tensor) -> Tensor:
+    """The scales of the sequences as kernels read them: fp32, one after the other, from an address that is a multiple of 16 on, which
+    Triton compiles for where it once was one."""
+    scales = out_scale.float().contiguous()
+    return scales.clone() if scales.data_ptr() % 16 else scales
 
 
 def ragged_geometry(x: Tensor) -> tuple[list[int], list[int]]:

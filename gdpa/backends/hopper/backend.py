@@ -85,7 +85,7 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     from gdpa.backends.hopper import launch_backward
-    from gdpa.backends.triton import launch as portable
+    from gdpa.backends.triton import run as portable
 
     arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
     if needs[1] or needs[2]:

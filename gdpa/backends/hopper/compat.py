@@ -9,11 +9,6 @@ memory._reinterpret                memory.reinterpret
 triton.language.core._aggregate    gluon.aggregate
 """
 
-import inspect
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,36 +43,6 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     return _semantic.memdesc_reinterpret(memory, plain[0], [getattr(x, "value", x) for x in shape], plain[1])
 
 
-class BareLauncher(NamedTuple):
-    """What `kernel.run` comes down to: a C function of (grid, stream, *leading, *arguments), its descriptors encoded and flattened."""
-
-    launch: Callable[..., None]
-    leading: tuple[Any, ...]
-    encoders: tuple[Callable[[Any], list[Any]], ...]  # for each descriptor: its tensor map, shape and strides
-
-
-def bare_launcher(kernel: Any) -> BareLauncher | None:
-    """The C function that starts a compiled kernel; None where there is no such thing, and `kernel.run` is the way.
-
-    Known of Triton 3.6 alone, of kernels whose descriptors are all the copy engine's and that ask for no scratch memory.
-    """
-    if _VERSION != (3, 6):
-        return None
-    from triton.backends.nvidia import driver
-
-    run = kernel.run
-    wrapped = getattr(run, "launch", None)
-    if wrapped is None or driver._BASE_ARGS_FORMAT != "iiiKKppOOOOOO" or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    inside = inspect.getclosurevars(wrapped).nonlocals
-    launch, layouts = inside.get("launcher"), inside.get("tensordesc_meta")
-    if launch is None or not layouts or None in layouts:
-        return None
-    no_scratch = no_hooks = (None, None)
-    leading = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch, kernel.packed_metadata, None, *no_hooks)
-    return BareLauncher(launch, leading, tuple(partial(driver.make_tensordesc_arg, metadata=layout) for layout in layouts))
-
-
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Whether the assembler takes a branch between two products (pipeline.divide). From 3.7 on it waits after each product then.
 DIVIDES: gl.constexpr = gl.constexpr(_VERSION < (3, 7))
@@ -86,10 +51,8 @@ partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 __all__ = [
     "DIVIDES",
-    "BareLauncher",
     "add_async",
     "aggregate",
-    "bare_launcher",
     "load_async",
     "partition_barrier",
     "reinterpret",

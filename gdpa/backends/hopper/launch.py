@@ -2,22 +2,19 @@
 
 A call's way is short, since models with small batches wait for it. What stays the same from batch to batch is remembered in a Recipe,
 what stays the same while the shapes do in a Ready, noted in the Problem (and by gdpa/shortcut.py, which calls `Ready.run` past all that
-lies before), and the kernel is started past the argument binding of Triton's `kernel[grid](...)`: where that is known, by the C function
-under it.
+lies before), and the kernel is started past Triton's own launcher (gdpa/launching.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gdpa import schedule
+from gdpa import launching, schedule
 from gdpa.activations import Activation
 from gdpa.backends.gpu import (
     aligned,
@@ -27,12 +24,14 @@ from gdpa.backends.gpu import (
     mappable,
     multiprocessors,
     on_device,
+    plain_scales,
     ragged_geometry,
     target_architecture,
 )
-from gdpa.backends.hopper.compat import DIVIDES, bare_launcher
+from gdpa.backends.hopper.compat import DIVIDES
 from gdpa.backends.hopper.forward import forward_kernel, rounded
 from gdpa.device_source import FEWEST_PACKED_ROWS
+from gdpa.launching import Recipe as Recipe  # launch_backward has it from here
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
@@ -45,63 +44,6 @@ OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 
 ROWS_FOR_THREE = 512
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-class Recipe:
-    """How calls of one kind run, whatever their addresses and numbers of rows: these change with every jagged batch.
-
-    `geometries` are the shapes and strides of the kernel's descriptors. `arguments` are what the C function is given before the
-    kernel's pointers, with `places` for the tensors' maps.
-    """
-
-    __slots__ = ("arguments", "constants", "encoded", "geometries", "kernel", "launcher", "places")
-
-    def __init__(self, kernel: Any, constants: tuple[Any, ...], geometries: tuple[tuple[list[int], list[int]], ...]) -> None:
-        self.kernel = kernel
-        self.constants = constants
-        self.geometries = geometries
-        self.launcher = bare_launcher(kernel)
-        encoders = [] if self.launcher is None else zip(self.launcher.encoders, geometries, strict=True)
-        self.encoded = tuple([Encoded(encode, geometry) for encode, geometry in encoders])
-        self.arguments: list[Any] = [0, 1, 1, 0] if self.launcher is None else [0, 1, 1, 0, *self.launcher.leading]
-        places = []
-        for shape, strides in geometries:
-            places.append(len(self.arguments))
-            self.arguments += [None, *shape, *strides]
-        self.places = tuple(places)
-
-
-class Described:
-    """As much of a tensor descriptor as a launch reads: made in 0.4 microseconds on a 2-core Xeon, a whole one in 20."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, base: Tensor, geometry: tuple[list[int], list[int]]) -> None:
-        self.base = base
-        self.shape, self.strides = geometry
-
-
-class Encoded(dict[int, list[Any]]):
-    """One descriptor as the launcher takes it, by the address it points to, the only thing in it that varies.
-
-    Allocators give the same addresses again and again. On a 2-core Xeon it takes 0.14 microseconds to find one, 1.3 to encode it and
-    what the driver takes.
-    """
-
-    __slots__ = ("encode", "geometry")
-    MOST = 1024
-
-    def __init__(self, encode: Callable[[Any], list[Any]], geometry: tuple[list[int], list[int]]) -> None:
-        self.encode = encode
-        self.geometry = geometry
-
-    def add(self, x: Tensor) -> list[Any]:
-        if len(self) >= self.MOST:
-            self.clear()
-        self[x.data_ptr()] = expanded = self.encode(Described(x, self.geometry))
-        return expanded
 
 
 class Ready:
@@ -119,7 +61,7 @@ class Ready:
         strides = (problem.heads * problem.value_dim, problem.value_dim, 1)
         self.output = (shape, strides if len(shape) == 3 else (shape[1] * strides[0], *strides), problem.dtype)
         packed = problem.query_side == "packed", problem.key_side == "packed"
-        self.records_kind: schedule.RecordsKind | None = None
+        self.records_kind: schedule.Kind | None = None
         if True in packed:
             tile = CONSUMER_ROWS * consumers(problem)
             self.records_kind = schedule.records_kind(*packed, problem.batch, problem.query_rows, problem.key_rows, tile)
@@ -137,18 +79,18 @@ class Ready:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         records = scales = q_address  # stands for what is not read
         if self.records_kind is not None:
-            listed = schedule.known_records(self.records_kind, cu_seqlens_q, cu_seqlens_k, stream)
+            listed = schedule.known(self.records_kind, cu_seqlens_q, cu_seqlens_k, stream)
             if listed is None:
                 _, _, _, batch, q_rows, k_rows, block = self.records_kind
                 listed = schedule.records(cu_seqlens_q, cu_seqlens_k, batch, q_rows, k_rows, block)
             records = listed.data_ptr()
         if out_scale is not None:
-            out_scale = out_scale.float().contiguous()
+            out_scale = plain_scales(out_scale)
             scales = out_scale.data_ptr()
         # Where uninitialised memory is to be filled, torch's own allocation does it.
         out = q.new_empty(self.output[0]) if torch._C._get_deterministic_algorithms() else self.allocate(*self.output)
         recipe = self.recipe
-        if recipe.launcher is None or _is_hooked():
+        if recipe.launcher is None or launching.is_hooked():
             start(recipe, self.programs, (q, k, v, out), (records, scales, *self.numbers))
             return out
         q_maps, k_maps, v_maps, out_maps = recipe.encoded
@@ -201,28 +143,9 @@ def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor
 
 
 def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:
-    """Launch a kernel by its recipe, past Triton's argument binding. `tensors` are what it reads and writes through descriptors."""
+    """Launch a kernel by its recipe on the current stream. `tensors` are what it reads and writes through descriptors."""
     stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
-    launcher = recipe.launcher
-    hooked = _is_hooked()
-    if launcher is not None and not hooked:
-        expanded: list[Any] = []
-        for x, encoded in zip(tensors, recipe.encoded, strict=True):
-            expanded += encoded.get(x.data_ptr()) or encoded.add(x)
-        launcher.launch(programs, 1, 1, stream, *launcher.leading, *expanded, *arguments, *recipe.constants)
-        return
-    kernel = recipe.kernel
-    described = [Described(x, geometry) for x, geometry in zip(tensors, recipe.geometries, strict=True)]
-    everything = (*described, *arguments, *recipe.constants)
-    metadata = kernel.launch_metadata((programs, 1, 1), stream, *everything) if hooked else None
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *everything)
-
-
-def _is_hooked() -> bool:
-    """Whether a profiler has asked Triton to tell it of launches: through hooks, or chains of them, most often empty."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    launching.start(recipe, (programs, 1, 1), stream, tensors, arguments)
 
 
 def consumers(problem: Problem) -> int:
@@ -325,7 +248,7 @@ def _pointers(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         tile = CONSUMER_ROWS * consumers(problem)
         records = schedule.records(cu_seqlens_q, cu_seqlens_k, problem.batch, problem.query_rows, problem.key_rows, tile)
-    return records, q if out_scale is None else out_scale.float().contiguous()
+    return records, q if out_scale is None else plain_scales(out_scale)
 
 
 def _numbers(problem: Problem) -> tuple[int | float, ...]:
@@ -342,14 +265,13 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDes
 
 def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
-    # bf16 takes the approximate instructions: they err less than its rounding of P. fp16 rounds eight times finer.
     functions = device_functions(problem.activations, fast=problem.dtype == torch.bfloat16, frontend="gluon")
     mask_tail = _needs_mask(problem)
     count = consumers(problem)
     # A mask would part the pairs of packed scores. At D = 64 they are no faster, or spill.
     packed = functions.open_packed is not None and problem.head_dim == 128 and not mask_tail and _has_many_rows(problem)
     # Worth up to 4 %. The longer activations of fp16 and a mask have no registers to spare for it, nor has any with three consumers.
-    early = DIVIDES.value and problem.dtype == torch.bfloat16 and not mask_tail and count == 2
+    early = DIVIDES.value and not mask_tail and count == 2
     return {
         "activate": functions.open_packed if packed else functions.scaled,
         "finish": functions.finish_packed if packed else rounded,

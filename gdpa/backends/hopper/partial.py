@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdpa import schedule
+from gdpa import launching, schedule
 
 PARTS = 8  # programs that share the rows of a sequence
 WARPS = 8
@@ -44,20 +44,15 @@ def zero_unattended(
     """Zero the rows of sequences without keys, and those that belong to no sequence. One side at least has offsets."""
     q_bounds = None if cu_seqlens_q is None else schedule.bounds(cu_seqlens_q, q_rows)
     k_bounds = None if cu_seqlens_k is None else schedule.bounds(cu_seqlens_k, k_rows)
-    grid = (batch + (q_bounds is not None), PARTS)
-    zero_kernel[grid](
-        dq,
-        dq if q_bounds is None else q_bounds,
-        dq if k_bounds is None else k_bounds,
-        batch,
-        q_rows,
-        k_rows,
-        WIDTH=dq.shape[-2] * dq.shape[-1],
-        BLOCK=2048,
-        Q_PACKED=q_bounds is not None,
-        K_PACKED=k_bounds is not None,
-        num_warps=WARPS,
-    )
+    grid = (batch + (q_bounds is not None), PARTS, 1)
+    arguments = (dq, dq if q_bounds is None else q_bounds, dq if k_bounds is None else k_bounds, batch, q_rows, k_rows)
+    constants = {
+        "WIDTH": dq.shape[-2] * dq.shape[-1],
+        "BLOCK": 2048,
+        "Q_PACKED": q_bounds is not None,
+        "K_PACKED": k_bounds is not None,
+    }
+    launching.run(zero_kernel, grid, dq.device, arguments, constants, {"num_warps": WARPS})
 
 
 def sum_programs(copy: Tensor, dtype: torch.dtype) -> Tensor:

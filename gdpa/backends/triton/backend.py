@@ -8,11 +8,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gdpa.problem import Problem
+
+if TYPE_CHECKING:
+    from gdpa.backends.triton.run import ReadyBackward, ReadyForward
 
 
 @lru_cache(maxsize=1)
@@ -50,9 +54,16 @@ def forward(
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
 ) -> Tensor:
-    from gdpa.backends.triton import launch
+    from gdpa.backends.triton import run
 
-    return launch.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+    return run.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+
+
+def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> ReadyForward | None:
+    """How calls of this problem run whose tensors lie as these; see gdpa/shortcut.py."""
+    from gdpa.backends.triton import run
+
+    return run.prepare(problem, q, k, v, out_scale)
 
 
 def backward(
@@ -66,6 +77,15 @@ def backward(
     out_scale: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    from gdpa.backends.triton import launch
+    from gdpa.backends.triton import run
 
-    return launch.backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
+    return run.backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
+
+
+def prepare_backward(
+    problem: Problem, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None, needs: tuple[bool, bool, bool]
+) -> ReadyBackward | None:
+    """How gradients of this problem are computed from tensors that lie as these; see gdpa/shortcut.py."""
+    from gdpa.backends.triton import run
+
+    return run.prepare_backward(problem, d_out, q, k, v, out_scale, needs)

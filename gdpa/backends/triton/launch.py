@@ -1,7 +1,7 @@
 """From a Problem and its tensors to kernel launches.
 
-The `plan_*` functions lay launches out; `forward` and `backward` run them; `precompile` builds the same kernels ahead of time, for
-another machine's architecture if asked, under the keys that a later launch looks up.
+The `plan_*` functions lay launches out; run.py runs them; `precompile` builds the same kernels ahead of time, for another machine's
+architecture if asked, under the keys that a later launch looks up.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa import schedule, schedule_kernels
+from gdpa import launching, schedule, schedule_kernels
 from gdpa.activations import Activation
-from gdpa.backends.gpu import aligned, architecture, example, mappable, on_device, ragged_geometry, target_architecture
+from gdpa.backends.gpu import (
+    architecture,
+    example,
+    mappable,
+    ragged_geometry,
+    target_architecture,
+)
 from gdpa.backends.triton.backend import interpreted
 from gdpa.backends.triton.backward import key_gradient_kernel, query_gradient_kernel, shared_query_gradient_kernel
 from gdpa.backends.triton.configs import INTERPRETED, Config, config
 from gdpa.backends.triton.forward import forward_kernel
+from gdpa.launching import Grid
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
@@ -33,53 +40,85 @@ WIDEST_WINDOW = 2**30
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `arguments` are the kernel's parameters in order, `constants` its compile-time ones by name."""
+    """One kernel launch but for its pointers to the schedule and the scales, which differ between batches of the same shapes.
+
+    The kernel's parameters are, in order, `sources`, read through descriptors of `blocks` rows or, where there are none, by threads;
+    `outputs`; the pointers that `run` is given; `numbers`; and `constants`, by name. `owner` says whose tiles the kernel is given, in
+    `schedule.lists`' words; one that takes "neither" has no bounds of the queries either.
+    """
 
     kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
+    grid: Grid
+    sources: tuple[Tensor, ...]
+    blocks: tuple[int, ...]
+    outputs: tuple[Tensor, ...]
+    owner: str
+    block: int
+    numbers: tuple[Any, ...]
     constants: dict[str, Any]
     config: Config
 
     def options(self) -> dict[str, Any]:
         shape = self.config
-        options = {**self.constants, "num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
+        options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
         return options if shape.registers is None else {**options, "maxnreg": shape.registers}
 
-    def run(self) -> None:
-        if 0 not in self.grid:
-            self.kernel[self.grid](*self.arguments, **self.options())
+    def run(self, pointers: tuple[Tensor, ...]) -> None:
+        """By its recipe, or by Triton, which may have to compile, where there is none."""
+        if 0 in self.grid:
+            return
+        device = self.sources[0].device
+        recipe = self.recipe()
+        if recipe is not None:
+            described, plain = (self.sources, ()) if self.blocks else ((), self.sources)
+            arguments = (*plain, *self.outputs, *pointers, *self.numbers)
+            launching.start(recipe, self.grid, torch._C._cuda_getCurrentRawStream(device.index), described, arguments)
+            return
+        kernel = self.kernel[self.grid](*self._arguments(pointers), **self.constants, **self.options())
+        if launching.is_known(device):
+            constants = tuple([self.constants[name] for name in self.kernel.arg_names[-len(self.constants) :]])
+            geometries = tuple([ragged_geometry(x) for x in self.sources]) if self.blocks else ()
+            launching.remember(self._kind(), launching.Recipe(kernel, constants, geometries))
+
+    def recipe(self) -> launching.Recipe | None:
+        return launching.known(self._kind()) if launching.is_known(self.sources[0].device) else None
 
     def compile(self) -> Any:
         """Build without running; returns Triton's compiled kernel."""
-        return self.kernel.warmup(*self.arguments, grid=(1,), **self.options())
+        unread = pointers(self.owner, (None, None, None), None, self.sources[0])
+        return self.kernel.warmup(*self._arguments(unread), grid=(1,), **self.constants, **self.options())
+
+    def _arguments(self, pointers: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        sources: tuple[Any, ...] = self.sources
+        if self.blocks:
+            sources = tuple([ragged_descriptor(x, block) for x, block in zip(self.sources, self.blocks, strict=True)])
+        return (*sources, *self.outputs, *pointers, *self.numbers)
+
+    def _kind(self) -> tuple[Any, ...]:
+        """What the launches that one recipe serves have in common: all that is compiled in, and how the descriptors lie.
+
+        Outputs and pointers are whole tensors of types that follow from the sources', at addresses that are multiples of 16.
+        """
+        x = self.sources[0]
+        sources: tuple[Any, ...]
+        if self.blocks:
+            sources = tuple([tuple(numbers) for x in self.sources for numbers in ragged_geometry(x)])
+        else:
+            sources = launching.kinds(self.kernel, self.sources)
+        numbers = launching.kinds(self.kernel, self.numbers, len(self.kernel.params) - len(self.constants) - len(self.numbers))
+        return (self.kernel, x.device, x.dtype, self.blocks, sources, numbers, *self.constants.values(), *self.options().values())
 
 
 class Call:
-    """One call's tensors as the kernels want them: aligned rows, bounds, strides, descriptors."""
+    """One call's tensors as the kernels want them, and what follows from how they lie. They must be `aligned`."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        out_scale: Tensor | None,
-        d_out: Tensor | None,
-        arch: int,
-    ) -> None:
+    def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scaled: bool, d_out: Tensor | None, arch: int) -> None:
         self.problem = problem
         self.arch = arch
-        self.q, self.k, self.v = (aligned(x) for x in (q, k, v))
-        self.d_out = self.q if d_out is None else aligned(d_out)
-        self.q_bounds = None if cu_seqlens_q is None else schedule.bounds(cu_seqlens_q, problem.query_rows)
-        self.k_bounds = None if cu_seqlens_k is None else schedule.bounds(cu_seqlens_k, problem.key_rows)
-        self.out_scale = None if out_scale is None else out_scale.float().contiguous()
-        # A pointer argument that is not read still needs a tensor of a fixed type.
-        self.nothing = q.new_empty(0, dtype=torch.int32)
-        self.no_scale = q.new_empty(0, dtype=torch.float32)
+        self.q, self.k, self.v = q, k, v
+        self.d_out = q if d_out is None else d_out
+        self.q_packed, self.k_packed = problem.query_side == "packed", problem.key_side == "packed"
+        self.scaled = scaled
         # The copy engine's descriptors need Hopper, whole powers of two and aligned rows; otherwise threads copy.
         self.mapped = (
             90 <= arch < 100
@@ -94,34 +133,17 @@ class Call:
         problem = self.problem
         return config(kernel, self.arch, problem.dtype.itemsize, max(problem.head_dim, problem.value_dim))
 
-    def tiles(self, queries: bool, block: int) -> tuple[Tensor | None, int]:
-        """The list of query (or key) tiles, None where both sides are dense, and how many programs cover them."""
+    def tile_count(self, queries: bool, block: int) -> int:
+        """How many programs cover the tiles of the queries (or keys)."""
         problem = self.problem
-        owner, other = (self.q_bounds, self.k_bounds) if queries else (self.k_bounds, self.q_bounds)
-        rows = problem.query_rows if queries else problem.key_rows
-        count = schedule.tile_bound(owner is not None, problem.batch, rows, block)
-        if owner is None and other is None:
-            return None, count
-        return schedule.tiles(owner, other, problem.batch, rows, block), count
+        packed, rows = (self.q_packed, problem.query_rows) if queries else (self.k_packed, problem.key_rows)
+        return schedule.tile_bound(packed, problem.batch, rows, block)
 
-    def source(self, x: Tensor, block: int) -> Tensor | TensorDescriptor:
-        """What a kernel loads `x` through, `block` rows at a time."""
-        return ragged_descriptor(x, block) if self.mapped else x
-
-    def inputs(self, shape: Config, with_d_out: bool) -> tuple[Any, ...]:
-        """q, k, v (and d_out) as the kernels' first parameters."""
-        inputs = (
-            self.source(self.q, shape.block_m),
-            self.source(self.k, shape.block_n),
-            self.source(self.v, shape.block_n),
-        )
-        return (*inputs, self.source(self.d_out, shape.block_m)) if with_d_out else inputs
-
-    def lists(self, tiles: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tile list, both bounds and the out_scale, with something harmless where there is none."""
-        scale = self.no_scale if self.out_scale is None else self.out_scale
-        tiles, q_bounds, k_bounds = (self.nothing if x is None else x for x in (tiles, self.q_bounds, self.k_bounds))
-        return tiles, q_bounds, k_bounds, scale
+    def sources(self, shape: Config, with_d_out: bool) -> dict[str, tuple[Any, ...]]:
+        """q, k, v (and d_out) as the kernels' first parameters, and the rows of their descriptors."""
+        last = ((self.d_out,), (shape.block_m,)) if with_d_out else ((), ())
+        blocks = (shape.block_m, shape.block_n, shape.block_n, *last[1])
+        return {"sources": (self.q, self.k, self.v, *last[0]), "blocks": blocks if self.mapped else ()}
 
     def numbers(self, heads: int, blocks: int) -> tuple[int | float, ...]:
         """The kernels' parameters after the strides; `blocks` is how many tiles a dense sequence has."""
@@ -129,7 +151,7 @@ class Call:
         sizes = (problem.batch, heads, problem.query_rows, problem.key_rows, blocks)
         return (*sizes, problem.scale, problem.out_scale, *_window(problem))
 
-    def constants(self, shape: Config, tiles: Tensor | None) -> dict[str, Any]:
+    def constants(self, shape: Config) -> dict[str, Any]:
         """The compile-time parameters that every kernel has; each launch adds its activation."""
         problem = self.problem
         tail_safe = all(Activation.from_key(key).tail_safe for key in problem.activations)
@@ -143,10 +165,10 @@ class Call:
             "WIDTH_V": _width(problem.value_dim),
             "BLOCK_M": shape.block_m,
             "BLOCK_N": shape.block_n,
-            "HAS_LIST": tiles is not None,
-            "Q_PACKED": self.q_bounds is not None,
-            "K_PACKED": self.k_bounds is not None,
-            "SCALE_PER_SEQUENCE": self.out_scale is not None,
+            "HAS_LIST": self.q_packed or self.k_packed,
+            "Q_PACKED": self.q_packed,
+            "K_PACKED": self.k_packed,
+            "SCALE_PER_SEQUENCE": self.scaled,
             "WINDOW": problem.masked,
             "TAIL_SAFE": tail_safe,
             "MAPPED": self.mapped,
@@ -192,31 +214,38 @@ def _window(problem: Problem) -> tuple[int, int]:
     return min(left, WIDEST_WINDOW), min(right, WIDEST_WINDOW)
 
 
+def pointers(owner: str, lists: schedule.Lists, scales: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+    """The schedule's lists and the scales; a pointer that is not read still needs a tensor of a fixed type."""
+    nothing = like.new_empty(0, dtype=torch.int32)
+    given = tuple([nothing if x is None else x for x in (lists[2:] if owner == "neither" else lists)])
+    return (*given, like.new_empty(0, dtype=torch.float32) if scales is None else scales)
+
+
 def plan_forward(call: Call, out: Tensor) -> Launch:
     problem, shape = call.problem, call.config("forward")
-    tiles, count = call.tiles(True, shape.block_m)
-    arguments = (
-        *call.inputs(shape, with_d_out=False),
-        out,
-        *call.lists(tiles),
+    numbers = (
         *_strides(call.q),
         *_strides(call.k),
         *_strides(call.v),
         *_strides(out),
         *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
     )
-    constants = {"activate": call.activation().value, **call.constants(shape, tiles)}
-    return Launch(forward_kernel, (count * problem.heads,), arguments, constants, shape)
+    return Launch(
+        forward_kernel,
+        (call.tile_count(True, shape.block_m) * problem.heads, 1, 1),
+        **call.sources(shape, with_d_out=False),
+        outputs=(out,),
+        owner="queries",
+        block=shape.block_m,
+        numbers=numbers,
+        constants={"activate": call.activation().value, **call.constants(shape)},
+        config=shape,
+    )
 
 
 def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
     problem, shape = call.problem, call.config("key_gradient")
-    tiles, count = call.tiles(False, shape.block_n)
-    arguments = (
-        *call.inputs(shape, with_d_out=True),
-        dk,
-        dv,
-        *call.lists(tiles),
+    numbers = (
         *_strides(call.q),
         *_strides(call.k),
         *_strides(call.v),
@@ -225,18 +254,23 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         *_strides(dv),
         *call.numbers(problem.kv_heads, triton.cdiv(problem.key_rows, shape.block_n)),
     )
-    # dK/dV gains 2 %; dQ, at 128 registers a thread, would spill.
-    constants = {**call.pair(fold=True), **call.constants(shape, tiles)}
-    return Launch(key_gradient_kernel, (count * problem.kv_heads,), arguments, constants, shape)
+    return Launch(
+        key_gradient_kernel,
+        (call.tile_count(False, shape.block_n) * problem.kv_heads, 1, 1),
+        **call.sources(shape, with_d_out=True),
+        outputs=(dk, dv),
+        owner="keys",
+        block=shape.block_n,
+        numbers=numbers,
+        # dK/dV gains 2 %; dQ, at 128 registers a thread, would spill.
+        constants={**call.pair(fold=True), **call.constants(shape)},
+        config=shape,
+    )
 
 
 def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
     problem, shape = call.problem, call.config("query_gradient")
-    tiles, count = call.tiles(True, shape.block_m)
-    arguments = (
-        *call.inputs(shape, with_d_out=True),
-        dq,
-        *call.lists(tiles),
+    numbers = (
         *_strides(call.q),
         *_strides(call.k),
         *_strides(call.v),
@@ -244,18 +278,24 @@ def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
         *_strides(dq),
         *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
     )
-    constants = {**call.pair(), **call.constants(shape, tiles)}
-    return Launch(query_gradient_kernel, (count * problem.heads,), arguments, constants, shape)
+    return Launch(
+        query_gradient_kernel,
+        (call.tile_count(True, shape.block_m) * problem.heads, 1, 1),
+        **call.sources(shape, with_d_out=True),
+        outputs=(dq,),
+        owner="queries",
+        block=shape.block_m,
+        numbers=numbers,
+        constants={**call.pair(), **call.constants(shape)},
+        config=shape,
+    )
 
 
 def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
     """`partial` is fp32 (chunks, Sq, H, D); its sum over the chunks is dQ."""
     problem, shape = call.problem, call.config("query_gradient")
     chunks = partial.shape[0]
-    arguments = (
-        *call.inputs(shape, with_d_out=True),
-        partial,
-        *call.lists(None)[2:],
+    numbers = (
         *_strides(call.q),
         *_strides(call.k),
         *_strides(call.v),
@@ -269,63 +309,25 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
         problem.out_scale,
         *_window(problem),
     )
-    constants = {**call.pair(), **call.constants(shape, None)}
+    constants = {**call.pair(), **call.constants(shape)}
     for absent in ("HAS_LIST", "Q_PACKED"):
         del constants[absent]
-    grid = (chunks, problem.heads, triton.cdiv(problem.query_rows, shape.block_m))
-    return Launch(shared_query_gradient_kernel, grid, arguments, constants, shape)
+    return Launch(
+        shared_query_gradient_kernel,
+        (chunks, problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
+        **call.sources(shape, with_d_out=True),
+        outputs=(partial,),
+        owner="neither",
+        block=shape.block_m,
+        numbers=numbers,
+        constants=constants,
+        config=shape,
+    )
 
 
 def shared_query_chunks(problem: Problem, block: int) -> int:
     programs = problem.heads * max(triton.cdiv(problem.query_rows, block), 1)
     return max(1, min(problem.batch, SHARED_QUERY_PROGRAMS // int(programs)))
-
-
-def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    out_scale: Tensor | None,
-) -> Tensor:
-    call = Call(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, None, architecture(q.device))
-    out = q.new_empty(problem.output_shape)
-    with on_device(q):
-        plan_forward(call, out).run()
-    return out
-
-
-def backward(
-    problem: Problem,
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    out_scale: Tensor | None,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    call = Call(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, d_out, architecture(q.device))
-    needs_dq, needs_dk, needs_dv = needs
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    with on_device(q):
-        if needs_dk or needs_dv:
-            dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-            plan_key_gradients(call, dk, dv).run()
-        if needs_dq and problem.query_side == "shared":
-            chunks = shared_query_chunks(problem, call.config("query_gradient").block_m)
-            partial = q.new_empty((chunks, *q.shape), dtype=torch.float32)
-            plan_shared_query_gradient(call, partial).run()
-            dq = partial.sum(0).to(q.dtype)
-        elif needs_dq:
-            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-            plan_query_gradient(call, dq).run()
-    return dq, dk if needs_dk else None, dv if needs_dv else None
 
 
 def plans(
@@ -344,7 +346,7 @@ def plans(
     window = (-1, 0) if masked else (-1, -1)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
-    call = Call(problem, q, k, v, cu_q, cu_k, None, torch.empty_like(out), arch)
+    call = Call(problem, q, k, v, False, torch.empty_like(out), arch)
     if problem.query_side == "shared":
         query_gradient = plan_shared_query_gradient(call, q.new_empty((2, *q.shape), dtype=torch.float32))
     else:
