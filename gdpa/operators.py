@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +125,15 @@ def _fake_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
     return dq, dk, dv
 
 
+class Back(Protocol):
+    """A way back past the operator (gdpa/shortcut.py)."""
+
+    def __call__(
+        self, d_out: Tensor, saved: tuple[Tensor | None, ...], needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+        """dq, dk and dv, None for those that nobody needs; None where the gradients must go the ordinary way."""
+
+
 class _Attention(torch.autograd.Function):
     """Nothing but the inputs is saved: there are no row statistics.
 
@@ -133,26 +142,33 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Callable[..., Tensor], back: Back | None, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, *options[:3])
         ctx.numbers = options[3:]
+        ctx.back = back
         return run(q, k, v, *options)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        needs = ctx.needs_input_grad[2:]
-        grads = torch.ops.gdpa.backward.default(d_out, *ctx.saved_tensors, *ctx.numbers, *needs)
+        needs, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
+        if ctx.back is not None and not torch.compiler.is_dynamo_compiling():
+            found = ctx.back(d_out, saved, needs)
+            if found is not None:
+                return (None, None, None, *found)
+        grads = torch.ops.gdpa.backward.default(d_out, *saved, *ctx.numbers, *needs)
         wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-        return (None, None, *wanted)
+        return (None, None, None, *wanted)
 
 
 # Function.apply looks for functorch's tensors among the arguments, 3 of 9 microseconds; the caller has seen that there are none.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _Attention).apply
 
 
-def record_plain(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    """`out`, as what `gdpa::forward` has computed from these arguments, plain tensors, for autograd to go back from."""
-    return _apply(lambda *_: out, options, q, k, v)
+def record_plain(out: Tensor, back: Back, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    """`out`, as what `gdpa::forward` has computed of these arguments, plain tensors, for autograd to go back from, by `back` or not."""
+    return _apply(lambda *_: out, back, options, q, k, v)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -160,7 +176,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., tuple[Tensor, Tensor, Tensor]], options: tuple[Any, ...], *tensors: Tensor
+        ctx: Any, run: Callable[..., tuple[Tensor, Tensor, Tensor]], back: None, options: tuple[Any, ...], *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         return run(*tensors, *options)
 
@@ -201,7 +217,7 @@ def _autograd(function: type[torch.autograd.Function], operator: str, implementa
         if torch.is_grad_enabled():
             for x in arguments[:tensors]:
                 if x.requires_grad:
-                    return function.apply(run, arguments[tensors:], *arguments[:tensors])
+                    return function.apply(run, None, arguments[tensors:], *arguments[:tensors])
         return run(*arguments)
 
     library.impl(operator, record, "Autograd", with_keyset=True)

@@ -8,7 +8,10 @@ run (`backend.prepare`), it is remembered here by
                                 that the thread adds and leaves out, dtypes, devices, requires_grad, sizes and strides
     its numbers of rows         the key of `Call.by_rows`: what packed batches differ in, so the guard leaves them open
 
-and `take` runs the next one. Whatever is unusual goes the ordinary way: subclasses, functorch's tensors, dispatch modes (FLOP counters,
+and `take` runs the next one. Where autograd records it, its gradients go the same way back (`_take_back`), if the backend can say how
+(`backend.prepare_backward`): known by which of them are needed, how d_out and the saved tensors lie, and the numbers of rows.
+
+Whatever is unusual goes the ordinary way: subclasses, functorch's tensors, dispatch modes (FLOP counters,
 fake tensors, tracers), modes of torch functions, profilers, forward-mode differentiation, autocast that would cast, GDPA_CHECK=1, masks,
 options that are not plain values. Those differ in the guard or are looked at in `take`.
 """
@@ -29,6 +32,7 @@ from gdpa.activations import Activation
 from gdpa.problem import PLAIN_TYPES, check_call, checks_are_asked_for
 
 UNBOUNDED = (-1, -1)
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Ready(Protocol):
@@ -40,10 +44,37 @@ class Ready(Protocol):
         """The output, or None where these very tensors must go the ordinary way."""
 
 
+class ReadyBack(Protocol):
+    """The same of the way back, for gradients that are needed."""
+
+    def run(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        out_scale: Tensor | None,
+    ) -> Gradients | None:
+        """The gradients, or None where these very tensors must go the ordinary way."""
+
+
+class Back:
+    """Ways back of which the same gradients are needed and whose tensors lie alike, whatever their numbers of rows."""
+
+    __slots__ = ("by_rows", "is_like", "needs")
+
+    def __init__(self, is_like: Callable[..., bool], needs: tuple[bool, ...]) -> None:
+        self.is_like = is_like
+        self.needs = needs
+        self.by_rows: dict[tuple[int, ...], ReadyBack] = {}
+
+
 class Call:
     """Calls whose options are the same and whose tensors lie alike, whatever their numbers of rows."""
 
-    __slots__ = ("autocast", "by_rows", "is_like", "numbers", "recorded")
+    __slots__ = ("autocast", "backs", "by_rows", "is_like", "numbers", "recorded")
     MOST_ROWS = 1024
 
     def __init__(
@@ -54,6 +85,7 @@ class Call:
         self.recorded = recorded  # by autograd, where grad mode is on
         self.autocast = autocast  # where it is on, the dtype that it must have: that of the tensors, so that it casts nothing
         self.by_rows: dict[tuple[int, ...], Ready] = {}
+        self.backs: list[Back] = []
 
 
 _MOST_KEYS, _MOST_CALLS = 1024, 16
@@ -103,8 +135,46 @@ def take(
     out = ready.run(q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
     if out is not None and call.recorded and torch.is_grad_enabled():
         others = (cu_seqlens_q, cu_seqlens_k, scales, max_seqlen_q, max_seqlen_k, *call.numbers)
-        return operators.record_plain(out, q, k, v, *others)
+        return operators.record_plain(out, partial(_take_back, call, max_seqlen_q, max_seqlen_k), q, k, v, *others)
     return out
+
+
+def _take_back(
+    call: Call,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    d_out: Tensor,
+    saved: tuple[Any, ...],
+    needs: tuple[bool, bool, bool],
+) -> Gradients | None:
+    """The gradients, where going back is like one time before, or the backend is ready for it; else None."""
+    if torch.is_grad_enabled() or _is_watched():  # with grad mode on, they are to be differentiated again
+        return None
+    q, k, v, cu_seqlens_q, cu_seqlens_k, scales = saved
+    offsets = (cu_seqlens_q,) if cu_seqlens_k is cu_seqlens_q else (cu_seqlens_q, cu_seqlens_k)
+    tensors = (d_out, q, k, v, *[x for x in (*offsets, scales) if x is not None])
+    rows = tuple(map(Tensor.numel, tensors))
+    back = next((x for x in call.backs if x.needs == needs and x.is_like(*tensors)), None)
+    ready = None if back is None else back.by_rows.get(rows)
+    if ready is None:
+        # Others than the call's own tensors may have been saved, so that these are looked at as the call's were.
+        if back is None and not (all(type(x) in PLAIN_TYPES for x in tensors) and _plain_keys(tensors)):
+            return None
+        plan = operators.plan(q, k, v, (cu_seqlens_q, cu_seqlens_k, scales, max_seqlen_q, max_seqlen_k, *call.numbers))
+        prepare = getattr(plan.backend, "prepare_backward", None)
+        ready = None if prepare is None else prepare(plan.problem, d_out, q, k, v, scales, needs)
+        if ready is None:
+            return None
+        if back is None:
+            packed = [offsets is not None for offsets in (cu_seqlens_q, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)]
+            back = Back(_guard(tensors, (*packed, True, True, True)), needs)
+            if not back.is_like(*tensors):
+                return None
+            call.backs = [back, *call.backs][:_MOST_CALLS]
+        if len(back.by_rows) >= call.MOST_ROWS:
+            back.by_rows.clear()
+        back.by_rows[rows] = ready
+    return ready.run(d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, scales)
 
 
 def remember(
@@ -135,14 +205,10 @@ def remember(
     # A subclass may ask for what its type alone tells of. The guard refuses a tensor that stands twice; offsets are given to it once.
     if q is k or k is v or q is v or not all(type(x) in PLAIN_TYPES for x in tensors):
         return
-    added, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    keys = [(torch._C._dispatch_keys(x) | added) - left_out for x in tensors]
-    kind = q.device.type.upper()
-    autograd, autocast = (getattr(torch._C.DispatchKey, f"{name}{kind}") for name in ("Autograd", "Autocast"))
-    passing = _keys("BackendSelect", "ADInplaceOrView") | torch._C.DispatchKeySet(autograd) | torch._C.DispatchKeySet(autocast)
-    plain = _keys(kind).raw_repr()
-    if any((own - passing).raw_repr() != plain for own in keys) or any(x.is_inference() for x in tensors[3:]):
+    keys = _plain_keys(tensors)
+    if keys is None or any(x.is_inference() for x in tensors[3:]):
         return
+    autograd, autocast = _of_device(q, "Autograd"), _of_device(q, "Autocast")
     casts_to = torch.get_autocast_dtype(q.device.type) if any(own.has(autocast) for own in keys) else None
     if casts_to is not None and not (q.dtype == k.dtype == v.dtype == casts_to):
         return
@@ -246,6 +312,20 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Ready
     prepare = getattr(plan.backend, "prepare", None)
     ready: Ready | None = None if prepare is None else prepare(plan.problem, q, k, v, options[2])
     return ready
+
+
+def _plain_keys(tensors: tuple[Tensor, ...]) -> list[Any] | None:
+    """Their dispatch keys, with those that the thread adds and without those that it leaves out; None where there is more to one than its
+    device, autograd and autocast."""
+    added, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    keys = [(torch._C._dispatch_keys(x) | added) - left_out for x in tensors]
+    passing = _keys("BackendSelect", "ADInplaceOrView", f"Autograd{(kind := tensors[0].device.type.upper())}", f"Autocast{kind}")
+    plain = _keys(kind).raw_repr()
+    return keys if all((own - passing).raw_repr() == plain for own in keys) else None
+
+
+def _of_device(x: Tensor, name: str) -> Any:
+    return getattr(torch._C.DispatchKey, f"{name}{x.device.type.upper()}")
 
 
 def _keys(*names: str) -> Any:
