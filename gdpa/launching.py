@@ -174,20 +174,23 @@ def run(
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
     options: dict[str, Any],
-) -> None:
+) -> Recipe | None:
     """Launch a kernel without descriptors on the current device: by Triton the first time, by its recipe from then on.
 
     `arguments` are the kernel's parameters in order, `constants` the compile-time ones behind them, `options` how it is compiled.
+    Returns the recipe of such launches, for callers who know that their next one is of the same kind.
     """
     if not is_known(device):
         kernel[grid](*arguments, **constants, **options)
-        return
+        return None
     key = (kernel, device, *kinds(kernel, arguments), *constants.values(), *options.values())
     recipe = _recipes.get(key)
     if recipe is None:
-        remember(key, Recipe(kernel[grid](*arguments, **constants, **options), tuple(constants.values()), ()))
+        recipe = Recipe(kernel[grid](*arguments, **constants, **options), tuple(constants.values()), ())
+        remember(key, recipe)
     else:
         start(recipe, grid, torch._C._cuda_getCurrentRawStream(device.index), (), arguments)
+    return recipe
 
 
 def known(key: tuple[Any, ...]) -> Recipe | None:

@@ -5,6 +5,7 @@ What the kernel computes is tested in tests/gpu, how it compiles in test_compile
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -96,8 +97,6 @@ class TestPlan:
         assert tiles >= batch * heads * -(-keys // 128)
 
     def test_what_is_deterministic_does_not_depend_on_the_device(self):
-        import dataclasses
-
         from gdpa.backends.hopper import launch_backward as launch
 
         problem = make_case("packed", q_lengths=(3,) * 4, k_lengths=(250,) * 4, heads=4, head_dim=8).problem
@@ -236,9 +235,9 @@ def test_parts_of_dq_that_are_rounded_and_added_stay_in_the_budget(queries, mean
         assert verdict.budget_used <= 1, verdict
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("out_scale", [None, "per-sequence"], ids=["one scale", "a scale each"])
-def test_a_remembered_launch_is_what_a_first_one_would_be(monkeypatch, form, out_scale):
+@pytest.fixture
+def backward_launched(monkeypatch):
+    """The backward's launches, of a kernel that stands in for its own; on a CPU, whose tensors have no device index."""
     from gdpa.backends.hopper import launch_backward as launch
 
     kernel = Launched()
@@ -246,7 +245,18 @@ def test_a_remembered_launch_is_what_a_first_one_would_be(monkeypatch, form, out
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_recipes", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    return kernel
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("out_scale", [None, "per-sequence"], ids=["one scale", "a scale each"])
+def test_a_remembered_launch_is_what_a_first_one_would_be(backward_launched, monkeypatch, form, out_scale):
+    from gdpa.backends.hopper import launch_backward as launch
+
+    kernel = backward_launched
     options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "out_scale": out_scale}
     small = make_case(form, q_lengths=(130, 7), k_lengths=(5, 300), **options)
     large = make_case(form, q_lengths=(300, 0, 65), k_lengths=(64, 129, 700), scale=0.25, seed=1, **options)
@@ -256,30 +266,77 @@ def test_a_remembered_launch_is_what_a_first_one_would_be(monkeypatch, form, out
         return launch.backward(case.problem, case.d_out, q, k, v, cu_q, cu_k, scales, (True, True, True))
 
     call(small)
-    call(large)
+    results = [call(large)]
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_launch", lambda *arguments: pytest.fail("a batch that is ready was launched anew"))
+        results.append(call(large))
+        patch.undo()
+        patch.setattr(launch, "prepare", lambda *arguments: None)
+        results.append(call(large))
     launch._recipes.clear()
-    grads = call(large)
-    assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in large.inputs[:3]]
-    (first, _, _), (short, short_grid, short_arguments), (again, grid, arguments) = kernel.calls
-    assert (first, short, again) == ("first", "remembered", "first")
-    assert short_grid == grid
-    theirs, ours = comparable(arguments), comparable(short_arguments)
-    for seen in (theirs, ours):
-        for output in range(4, 8):  # each call writes to tensors of its own
-            seen[output] = (*seen[output][:1], *seen[output][2:])
-        del seen[9]  # the counters
-    assert ours == theirs
+    results.append(call(dataclasses.replace(large, problem=dataclasses.replace(large.problem))))
+    for grads in results:
+        assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in large.inputs[:3]]
+        assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in grads)
+    assert [how for how, _, _ in kernel.calls] == ["first", "remembered", "remembered", "remembered", "first"]
+    assert len({grid for _, grid, _ in kernel.calls[1:]}) == 1
+    seen = [comparable(arguments) for _, _, arguments in kernel.calls[1:]]
+    for arguments, (dq, dk, dv) in zip(seen, results, strict=True):
+        outputs = {4: dq, 6: dk, 7: dv}  # each call writes to tensors of its own
+        for place in range(4, 8):
+            kind, address, *rest = arguments[place]
+            assert place == 5 or (place == 4 and form == "shared-query") or address == outputs[place].data_ptr()
+            arguments[place] = (kind, *rest)
+        del arguments[9]  # the counters
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"needs": (False, True, True)}, {"needs": (True, True, False)}, {"out_scale": torch.ones(2)}, {"deterministic": True}],
+    ids=["no dQ", "no dV", "scales", "order"],
+)
+def test_what_differs_has_a_kernel_of_its_own(backward_launched, changes):
+    from gdpa.backends.hopper import launch_backward as launch
+
+    case = make_case("dense", q_lengths=(130, 130), k_lengths=(300, 300), heads=4, head_dim=64, dtype=torch.bfloat16)
+    problem = dataclasses.replace(case.problem, deterministic=changes.get("deterministic", False))
+    q, k, v = case.inputs[:3]
+    for _ in range(2):
+        launch.backward(case.problem, case.d_out, q, k, v, None, None, None, (True, True, True))
+    for _ in range(2):
+        needs = changes.get("needs", (True, True, True))
+        grads = launch.backward(problem, case.d_out, q, k, v, None, None, changes.get("out_scale"), needs)
+        assert tuple(x is not None for x in grads) == needs
+    assert [how for how, _, _ in backward_launched.calls] == ["first", "remembered"] * 2
+
+
+def test_tensors_that_must_be_copied_are(backward_launched):
+    from gdpa.backends.hopper import launch_backward as launch
+
+    case = make_case("dense", q_lengths=(100, 100), heads=2, head_dim=64, dtype=torch.bfloat16)
+    q, k, v = case.inputs[:3]
+    apart = torch.ones(2, 110, 2, 64, dtype=torch.bfloat16)[:, :100]
+    unaligned = torch.ones(2 * 100 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 100, 2, 64)
+    expanded = torch.ones((), dtype=torch.bfloat16).expand(2, 100, 2, 64)
+    for d_out in (case.d_out, apart, unaligned, expanded):
+        for _ in range(2):
+            launch.backward(case.problem, d_out, q, k, v, None, None, None, (True, True, True))
+    assert [how for how, _, _ in backward_launched.calls] == ["first"] + ["remembered"] * 7
+    for _, _, arguments in backward_launched.calls[2:]:
+        read = arguments[3].base
+        assert read.is_contiguous()
+        assert read.data_ptr() % 16 == 0
+        assert (read == 1).all()
 
 
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 4)), ((3, 4), (0, 0))])
-def test_nothing_is_launched_without_queries_or_keys(monkeypatch, lengths):
+def test_nothing_is_launched_without_queries_or_keys(backward_launched, lengths):
     from gdpa.backends.hopper import launch_backward as launch
 
-    kernel = Launched()
-    monkeypatch.setattr(launch, "backward_kernel", kernel)
     case = make_case(q_lengths=lengths[0], k_lengths=lengths[1], head_dim=64, dtype=torch.bfloat16)
     q, k, v, cu_q, cu_k, _ = case.inputs
     grads = launch.backward(case.problem, case.d_out, q, k, v, cu_q, cu_k, None, (True, True, False))
-    assert kernel.calls == []
+    assert backward_launched.calls == []
     assert grads[2] is None
     assert all(not x.any() for x in grads[:2])

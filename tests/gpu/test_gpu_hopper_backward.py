@@ -14,6 +14,7 @@ import torch
 from helpers import assert_neighbours_untouched, check, make_case, poison_sequence, run
 
 import gdpa
+from gdpa import shortcut
 from gdpa.backends.hopper import launch_backward
 from gdpa.backends.hopper.launch_backward import NONE, RELAY, SHARED, STORE
 
@@ -32,7 +33,14 @@ def lengths(longest: int, count: int = MANY, seed: int = 0) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def ways(monkeypatch):
+def anew(monkeypatch):
+    """No launch is a repetition of one before, which would not ask again how it is to be done."""
+    shortcut.forget()
+    monkeypatch.setattr(launch_backward, "prepare", lambda *_: None)
+
+
+@pytest.fixture
+def ways(monkeypatch, anew):
     """(way of dQ, whether paired) of the launches of a test."""
     taken: list[tuple[int, bool]] = []
     launch = launch_backward._launch
@@ -152,7 +160,7 @@ def test_deterministic_results_are_bitwise_equal(form, longest):
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_torchs_flag_is_followed(monkeypatch, flag):
+def test_torchs_flag_is_followed(monkeypatch, anew, flag):
     asked = []
     launch = launch_backward._launch
     monkeypatch.setattr(
@@ -171,7 +179,7 @@ def test_torchs_flag_is_followed(monkeypatch, flag):
 @pytest.mark.parametrize(
     ("form", "keys"), [("dense", 250), ("dense", 1000), ("packed", 700), ("packed", 6000), ("shared-query", 700)]
 )
-def test_deterministic_results_do_not_depend_on_the_number_of_multiprocessors(monkeypatch, form, keys):
+def test_deterministic_results_do_not_depend_on_the_number_of_multiprocessors(monkeypatch, anew, form, keys):
     count = 150 if keys < 4000 else 8
     k_lengths = (keys,) * count if form == "dense" else lengths(keys, count)
     case = make_case(form, **BASE, q_lengths=(200,) * count, k_lengths=k_lengths, deterministic=True)
@@ -182,7 +190,7 @@ def test_deterministic_results_do_not_depend_on_the_number_of_multiprocessors(mo
 
 
 @pytest.mark.parametrize("programs", [1, 3, 20])
-def test_few_programs(monkeypatch, programs):
+def test_few_programs(monkeypatch, anew, programs):
     """Sequences whose tiles do not all run at once."""
     monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: programs)
     check(make_case(**BASE, q_lengths=lengths(300, 20, seed=1), k_lengths=lengths(700, 20)), "hopper")

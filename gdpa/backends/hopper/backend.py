@@ -20,6 +20,8 @@ from gdpa.problem import Problem
 
 if TYPE_CHECKING:
     from gdpa.backends.hopper.launch import Ready
+    from gdpa.backends.hopper.launch_backward import Ready as ReadyBackward
+    from gdpa.backends.triton.run import ReadyBackward as PortableBackward
 
 HEAD_DIMENSIONS = (64, 128)
 
@@ -91,3 +93,14 @@ def backward(
     if needs[1] or needs[2]:
         return launch_backward.backward(*arguments, needs)
     return portable.backward(*arguments, needs)
+
+
+def prepare_backward(
+    problem: Problem, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None, needs: tuple[bool, bool, bool]
+) -> ReadyBackward | PortableBackward | None:
+    """How gradients of this problem are computed from tensors that lie as these; see gdpa/shortcut.py."""
+    from gdpa.backends.hopper import launch_backward
+    from gdpa.backends.triton import run as portable
+
+    arguments = (problem, d_out, q, k, v, out_scale, needs)
+    return launch_backward.prepare(*arguments) if needs[1] or needs[2] else portable.prepare_backward(*arguments)

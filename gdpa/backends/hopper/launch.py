@@ -31,7 +31,7 @@ from gdpa.backends.gpu import (
 from gdpa.backends.hopper.compat import DIVIDES
 from gdpa.backends.hopper.forward import forward_kernel, rounded
 from gdpa.device_source import FEWEST_PACKED_ROWS
-from gdpa.launching import Recipe as Recipe  # launch_backward has it from here
+from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 

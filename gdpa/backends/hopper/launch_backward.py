@@ -7,12 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdpa import schedule
+from gdpa import launching, schedule
 from gdpa.activations import Activation
-from gdpa.backends.gpu import example, multiprocessors, on_device, ragged_geometry, target_architecture
+from gdpa.backends.gpu import (
+    Output,
+    example,
+    is_aligned,
+    mappable,
+    multiprocessors,
+    on_device,
+    plain_scales,
+    ragged_geometry,
+    target_architecture,
+)
 from gdpa.backends.hopper import partial, relay
 from gdpa.backends.hopper.backward import backward_kernel
-from gdpa.backends.hopper.launch import OPTIONS, Recipe, descriptor, in_place, readable, start
+from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, readable, start
+from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
@@ -22,6 +33,7 @@ STEP_ROWS = 64  # queries of a step
 # or more. Elsewhere all of the device's do.
 FEWEST_MULTIPROCESSORS = 112
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED))
 
 
@@ -65,6 +77,104 @@ _MOST_RECIPES = 4096
 _recipes: dict[tuple[Any, ...], Recipe] = {}
 
 
+class Ready:
+    """All that backward calls of one problem and one layout, of which the same gradients are needed, have in common; how they run."""
+
+    __slots__ = ("copy", "counters", "device", "dk", "dq", "dv", "lists_kind", "needs", "numbers", "programs", "recipe", "zeros")
+
+    def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, bool, bool], recipe: Recipe) -> None:
+        way = way_of_dq(problem, needs[0])
+        self.recipe = recipe
+        self.needs = needs
+        self.device = q.device
+        self.numbers = _numbers(problem, multiprocessors(q.device))
+        self.programs = _programs(problem, q.device)
+        self.counters = _counter_count(problem) if way == RELAY else 0
+        self.dk, self.dv = Output(k.shape, k.dtype, k.device), Output(v.shape, v.dtype, v.device)
+        self.dq = Output(q.shape, q.dtype, q.device) if needs[0] and way != SHARED else None
+        self.copy = Output(_copy_shape(problem, way, q), torch.float32, q.device)
+        packed = problem.query_side == "packed", problem.key_side == "packed"
+        rows = problem.query_rows, problem.key_rows
+        self.lists_kind: tuple[schedule.Kind, schedule.Kind] | None = None
+        self.zeros: partial.Zeros | None = None
+        if True in packed:
+            records_kind = schedule.records_kind(*packed[::-1], problem.batch, *rows[::-1], TILE)
+            self.lists_kind = records_kind, schedule.lists_kind(*packed, problem.batch, *rows, TILE, "neither")
+            if self.dq is not None:
+                self.zeros = partial.Zeros(*packed, problem.batch, *rows, problem.heads * problem.head_dim)
+
+    def run(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        out_scale: Tensor | None,
+    ) -> Gradients | None:
+        """The gradients that are needed; None where it is not the way: an address that the copy engine does not take, or another
+        current device. The tensors lie as the first of them did."""
+        q_address = q.data_ptr()
+        if (q_address | k.data_ptr() | v.data_ptr() | d_out.data_ptr()) & 15 or torch._C._cuda_getDevice() != self.device.index:
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        dk, dv, copy = self.dk.new(), self.dv.new(), self.copy.new()
+        dq = None if self.dq is None else self.dq.new()
+        shared = self.needs[0] and dq is None
+        if shared:
+            copy.zero_()
+        records = counters = scales = q_address  # stands for what is not read
+        if self.lists_kind is not None:
+            kind = self.lists_kind[0]
+            listed = schedule.known(kind, cu_seqlens_k, cu_seqlens_q, stream)
+            if listed is None:
+                listed = schedule.records(cu_seqlens_k, cu_seqlens_q, *kind[3:])
+            records = listed.data_ptr()
+        if self.counters:
+            zeroed = torch.zeros(self.counters, dtype=torch.int32, device=self.device)
+            counters = zeroed.data_ptr()
+        if out_scale is not None:
+            out_scale = plain_scales(out_scale)
+            scales = out_scale.data_ptr()
+        tensors = (q, k, v, d_out, dk if dq is None else dq, copy, dk, dv)
+        launching.start(self.recipe, (self.programs, 1, 1), stream, tensors, (records, counters, scales, *self.numbers))
+        if shared:
+            dq = partial.sum_programs(copy, q.dtype)
+        elif self.zeros is not None and dq is not None and self.lists_kind is not None:
+            kind = self.lists_kind[1]
+            lists = schedule.known(kind, cu_seqlens_q, cu_seqlens_k, stream)
+            if lists is None:
+                lists = schedule.lists(cu_seqlens_q, cu_seqlens_k, *kind[3:])
+            self.zeros.write(dq, lists[1], lists[2])
+        return dq, dk if self.needs[1] else None, dv if self.needs[2] else None
+
+
+def prepare(
+    problem: Problem, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None, needs: tuple[bool, bool, bool]
+) -> Ready | None:
+    """The way of calls whose tensors lie as these; None where they must be copied, or no kernel has been compiled for them."""
+    layout = (
+        "hopper backward",
+        d_out.stride(),
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out_scale is None,
+        needs,
+        multiprocessors(q.device),
+    )
+    ready: Ready | None = problem.notes.get(layout)
+    if ready is None:
+        tensors = (q, k, v, d_out)
+        if not all(is_aligned(x) and mappable(x) for x in tensors):
+            return None
+        recipe = _recipes.get(_recipe_key(problem, tensors, out_scale, needs))
+        if recipe is not None:
+            ready = problem.notes[layout] = Ready(problem, q, k, v, needs, recipe)
+    return ready
+
+
 def backward(
     problem: Problem,
     d_out: Tensor,
@@ -75,8 +185,13 @@ def backward(
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Needs dK or dV, or both; dQ where asked for."""
+    ready = prepare(problem, d_out, q, k, v, out_scale, needs)
+    if ready is not None:
+        found = ready.run(d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
+        if found is not None:
+            return found
     needs_dq, needs_dk, needs_dv = needs
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if needs_dq else None
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
@@ -101,11 +216,16 @@ def backward(
 def _copy(problem: Problem, needs_dq: bool, q: Tensor) -> Tensor:
     """The fp32 copy of dQ that the tiles of a sequence pass on; of shared queries, the programs' sums."""
     way = way_of_dq(problem, needs_dq)
+    copy = q.new_empty(_copy_shape(problem, way, q), dtype=torch.float32)
+    return copy.zero_() if way == SHARED else copy
+
+
+def _copy_shape(problem: Problem, way: int, q: Tensor) -> tuple[int, ...]:
     if way == SHARED:
-        return q.new_zeros((_programs(problem, q.device), *q.shape), dtype=torch.float32)
+        return _programs(problem, q.device), *q.shape
     # Dense keys that are few add up in dQ itself.
     needed = way == RELAY and (problem.key_side == "packed" or problem.key_rows > rounded_tiles(problem) * TILE)
-    return q.new_empty(q.shape if needed else (1, *q.shape[-2:]), dtype=torch.float32)
+    return tuple(q.shape) if needed else (1, *q.shape[-2:])
 
 
 def _launch(
@@ -117,23 +237,9 @@ def _launch(
     out_scale: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> None:
-    q, k = tensors[:2]
+    q = tensors[0]
     way = way_of_dq(problem, needs[0])
-    key = (
-        q.device,
-        q.dtype,
-        problem.activations,
-        problem.query_side,
-        problem.key_side,
-        q.shape[-2:],
-        k.shape[-2:],
-        *(x.stride()[-3:] for x in tensors),
-        out_scale is None,
-        way,
-        is_paired(problem, multiprocessors(q.device)),
-        problem.deterministic,
-        needs,
-    )
+    key = _recipe_key(problem, tensors, out_scale, needs)
     pointers = _pointers(problem, way, q, cu_seqlens_q, cu_seqlens_k, out_scale)
     numbers = _numbers(problem, multiprocessors(q.device))
     programs = _programs(problem, q.device)
@@ -147,6 +253,28 @@ def _launch(
         _recipes[key] = Recipe(kernel, tuple(constants.values()), tuple(ragged_geometry(x) for x in (*tensors, *outputs)))
         return
     start(recipe, programs, (*tensors, *outputs), (*pointers, *numbers))
+
+
+def _recipe_key(
+    problem: Problem, tensors: tuple[Tensor, ...], out_scale: Tensor | None, needs: tuple[bool, bool, bool]
+) -> tuple[Any, ...]:
+    """What a compiled kernel depends on; the outputs are contiguous."""
+    q, k = tensors[:2]
+    return (
+        q.device,
+        q.dtype,
+        problem.activations,
+        problem.query_side,
+        problem.key_side,
+        q.shape[-2:],
+        k.shape[-2:],
+        *(x.stride()[-3:] for x in tensors),
+        out_scale is None,
+        way_of_dq(problem, needs[0]),
+        is_paired(problem, multiprocessors(q.device)),
+        problem.deterministic,
+        needs,
+    )
 
 
 def _descriptors(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> list[Any]:
@@ -178,9 +306,14 @@ def _pointers(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         records = schedule.records(cu_seqlens_k, cu_seqlens_q, problem.batch, problem.key_rows, problem.query_rows, TILE)
     if way == RELAY:
-        rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
-        counters = q.new_zeros((rows // STEP_ROWS + problem.batch + 2) * problem.heads, dtype=torch.int32)
-    return records, counters, q if out_scale is None else out_scale.float().contiguous()
+        counters = q.new_zeros(_counter_count(problem), dtype=torch.int32)
+    return records, counters, q if out_scale is None else plain_scales(out_scale)
+
+
+def _counter_count(problem: Problem) -> int:
+    """Of the relay: enough for each step of each head."""
+    rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
+    return (rows // STEP_ROWS + problem.batch + 2) * problem.heads
 
 
 def _numbers(problem: Problem, multiprocessor_count: int) -> tuple[int | float, ...]:

@@ -38,24 +38,40 @@ def zero_kernel(
             tl.store(dq_ptr + index, tl.zeros([BLOCK], dq_ptr.dtype.element_ty), mask=index < (start + length) * WIDTH)
 
 
+class Zeros:
+    """Zeros for the rows of dQ of sequences without keys, and for those that belong to no sequence: for calls of one shape, whose queries
+    or keys are packed or both, and whose rows have `width` elements."""
+
+    __slots__ = ("constants", "grid", "numbers", "recipe")
+
+    def __init__(self, q_packed: bool, k_packed: bool, batch: int, q_rows: int, k_rows: int, width: int) -> None:
+        self.grid = (batch + q_packed, PARTS, 1)
+        self.numbers = (batch, q_rows, k_rows)
+        self.constants = {"WIDTH": width, "BLOCK": 2048, "Q_PACKED": q_packed, "K_PACKED": k_packed}
+        self.recipe: launching.Recipe | None = None
+
+    def write(self, dq: Tensor, q_bounds: Tensor | None, k_bounds: Tensor | None) -> None:
+        """Into a contiguous `dq` on the current device; the bounds are schedule.bounds' or, of a side that is not packed, None."""
+        pointers = (dq, dq if q_bounds is None else q_bounds, dq if k_bounds is None else k_bounds)
+        if self.recipe is None:
+            options = {"num_warps": WARPS}
+            self.recipe = launching.run(zero_kernel, self.grid, dq.device, (*pointers, *self.numbers), self.constants, options)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(dq.device.index)
+            launching.start(self.recipe, self.grid, stream, (), (*pointers, *self.numbers))
+
+
 def zero_unattended(
     dq: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, batch: int, q_rows: int, k_rows: int
 ) -> None:
-    """Zero the rows of sequences without keys, and those that belong to no sequence. One side at least has offsets."""
-    q_bounds = None if cu_seqlens_q is None else schedule.bounds(cu_seqlens_q, q_rows)
-    k_bounds = None if cu_seqlens_k is None else schedule.bounds(cu_seqlens_k, k_rows)
-    grid = (batch + (q_bounds is not None), PARTS, 1)
-    arguments = (dq, dq if q_bounds is None else q_bounds, dq if k_bounds is None else k_bounds, batch, q_rows, k_rows)
-    constants = {
-        "WIDTH": dq.shape[-2] * dq.shape[-1],
-        "BLOCK": 2048,
-        "Q_PACKED": q_bounds is not None,
-        "K_PACKED": k_bounds is not None,
-    }
-    launching.run(zero_kernel, grid, dq.device, arguments, constants, {"num_warps": WARPS})
+    """Write those zeros. One side at least has offsets."""
+    _, q_bounds, k_bounds = schedule.lists(cu_seqlens_q, cu_seqlens_k, batch, q_rows, k_rows, 0, "neither")
+    packed = q_bounds is not None, k_bounds is not None
+    Zeros(*packed, batch, q_rows, k_rows, dq.shape[-2] * dq.shape[-1]).write(dq, q_bounds, k_bounds)
 
 
 def sum_programs(copy: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of several programs (programs, rows, heads, D) -> (rows, heads, D), columns in dQ's order (relay.place)."""
     _, rows, heads, columns = copy.shape
-    return copy.sum(0).view(rows, heads, columns // 8, 2, 4).transpose(-1, -2).reshape(rows, heads, columns).to(dtype)
+    placed = copy.sum(0).view(rows, heads, columns // 8, 2, 4).transpose(-1, -2)
+    return placed.to(dtype, memory_format=torch.contiguous_format).view(rows, heads, columns)
