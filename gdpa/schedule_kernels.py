@@ -197,7 +197,7 @@ def new_counts(packed: bool, batch: int, device: torch.device) -> Tensor:
 
 def launch_bounds(bounds: Tensor, offsets: Tensor, rows: int, compile_only: bool = False) -> Any:
     batch = offsets.shape[0] - 1
-    grid = (triton.cdiv(batch + 1, 512),)
+    grid = (batch // 512 + 1,)
     return _launch(bounds_kernel, grid, (bounds, _plain(offsets), batch, rows), {"BLOCK": 512, "num_warps": 4}, compile_only)
 
 
@@ -248,8 +248,8 @@ def compiled(block: int) -> Iterator[tuple[str, Any]]:
 def _shares(sequences: int) -> tuple[int, int]:
     """(programs, sequences for each); one program at least, which says that there are no tiles."""
     owned = OWNED.value
-    share = owned * max(triton.cdiv(sequences, owned * MOST_PROGRAMS), 1)
-    return max(triton.cdiv(sequences, share), 1), share
+    share = owned * max(-(-sequences // (owned * MOST_PROGRAMS)), 1)
+    return max(-(-sequences // share), 1), share
 
 
 def _device_of(one: Tensor | None, another: Tensor | None) -> torch.device:

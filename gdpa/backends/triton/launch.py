@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -196,7 +195,7 @@ class Call:
 
 def _width(size: int) -> int:
     """The power of two a head dimension is padded to; tl.dot takes at least 16."""
-    return max(16, int(triton.next_power_of_2(size)))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -228,7 +227,7 @@ def plan_forward(call: Call, out: Tensor) -> Launch:
         *_strides(call.k),
         *_strides(call.v),
         *_strides(out),
-        *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
+        *call.numbers(problem.heads, -(-problem.query_rows // shape.block_m)),
     )
     return Launch(
         forward_kernel,
@@ -252,7 +251,7 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         *_strides(call.d_out),
         *_strides(dk),
         *_strides(dv),
-        *call.numbers(problem.kv_heads, triton.cdiv(problem.key_rows, shape.block_n)),
+        *call.numbers(problem.kv_heads, -(-problem.key_rows // shape.block_n)),
     )
     return Launch(
         key_gradient_kernel,
@@ -276,7 +275,7 @@ def plan_query_gradient(call: Call, dq: Tensor) -> Launch:
         *_strides(call.v),
         *_strides(call.d_out),
         *_strides(dq),
-        *call.numbers(problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
+        *call.numbers(problem.heads, -(-problem.query_rows // shape.block_m)),
     )
     return Launch(
         query_gradient_kernel,
@@ -314,7 +313,7 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
         del constants[absent]
     return Launch(
         shared_query_gradient_kernel,
-        (chunks, problem.heads, triton.cdiv(problem.query_rows, shape.block_m)),
+        (chunks, problem.heads, -(-problem.query_rows // shape.block_m)),
         **call.sources(shape, with_d_out=True),
         outputs=(partial,),
         owner="neither",
@@ -326,8 +325,8 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
 
 
 def shared_query_chunks(problem: Problem, block: int) -> int:
-    programs = problem.heads * max(triton.cdiv(problem.query_rows, block), 1)
-    return max(1, min(problem.batch, SHARED_QUERY_PROGRAMS // int(programs)))
+    programs = problem.heads * max(-(-problem.query_rows // block), 1)
+    return max(1, min(problem.batch, SHARED_QUERY_PROGRAMS // programs))
 
 
 def plans(
