@@ -1,9 +1,9 @@
 """Device code of activations: a readable Triton module generated from their expressions, cached on disk.
 
-Two flavours. The portable one is built of elementwise `tl` operations alone, so that it also runs in Triton's
-interpreter, and keeps float32 accuracy. The fast one is for NVIDIA devices (sm_75 and later) whose scores are rounded
-to bfloat16 anyway: it uses the approximate instructions of the special-function unit, and folds the scale of the scores
-and constants into the steps (`gdpa.folding`).
+Three flavours, by the precision of the results. That of float32 is portable: elementwise `tl` operations alone, so that it also runs
+in Triton's interpreter, exact to float32's rounding. The others are for NVIDIA devices (sm_75 and later), where P and dS are rounded to
+bfloat16 or float16 anyway: they use the approximate instructions of the special-function unit, and fold the scale of the scores and
+constants into the steps (`gdpa.folding`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import torch
 from gdpa.activations import Activation
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
-from gdpa.folding import ONE, Coefficient, Folded, StepOperand, fold, spelled
+from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold, spelled
 from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
+from gdpa.lowering import Precision
 
-GENERATOR_VERSION = 11
+GENERATOR_VERSION = 12
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class DeviceFunctions:
     """Functions for kernels to call on a float32 tile of scores, decorated for the frontend asked for.
 
     `value` and `pair` take scores that are scaled already. The others take raw ones and the scale, a scalar, and give results
-    but for factors, for the kernel to put where they cost least, such as on the sum over the keys. Only the fast flavour has
-    factors other than 1: float16 may not have the range for a result without its factor.
+    but for factors, for the kernel to put where they cost least, such as on the sum over the keys. Only bfloat16 has factors other
+    than 1: float16 may not have the range for a result without its factor.
 
     Attributes:
         value: `activate(s, head) -> f(s)`.
@@ -49,6 +50,9 @@ class DeviceFunctions:
         scaled_pair: `activate_pair_scaled(s, scale, head) -> (g, dg)`, with f(scale * s) = c * g and f'(scale * s) = d * dg. This
             g and c may differ from those of `scaled` and `factor`.
         pair_factors: `pair_factors(scale, head) -> (c, d)`, float32 scalars.
+        weighted_pair: `activate_pair_weighted(s, scale, weight, head) -> (g, dg)`, with f(scale * s) = c * g and
+            weight * f'(scale * s) = dg; the weight is a scalar.
+        weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
         open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
             EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
             None where heads differ or the activation has no such form. Needs sm_90.
@@ -63,37 +67,42 @@ class DeviceFunctions:
     factor: Any
     scaled_pair: Any
     pair_factors: Any
+    weighted_pair: Any
+    weighted_factor: Any
     open_packed: Any
     finish_packed: Any
     source: str
     path: Path
 
 
-def device_functions(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "triton") -> DeviceFunctions:
+def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> DeviceFunctions:
     """Generate, write and import the device code of some activations.
 
     Args:
         keys: one key for all heads, in which case the functions ignore `head`; or one per head, which the functions
             choose from by `head`, a scalar integer. Equal keys share one branch.
-        fast: use approximate NVIDIA instructions, with errors well below a rounding to bfloat16.
+        precision: the dtype that results are rounded to. Below float32 approximate NVIDIA instructions are used, with errors well below
+            that rounding.
         frontend: `"triton"` or `"gluon"`, the language of the calling kernel.
 
     Raises:
-        GdpaError: a key is malformed or the frontend is unknown.
+        GdpaError: a key is malformed, or the precision or the frontend is unknown.
         ImportError: Triton is not installed.
     """
     import triton
 
     if frontend not in _PREAMBLES:
         raise GdpaError(f"frontend: expected one of {', '.join(_PREAMBLES)}, got {frontend!r}")
-    return _load(tuple(keys), fast, frontend, bool(triton.knobs.runtime.interpret))
+    if precision not in _NAMES:
+        raise GdpaError(f"precision: expected one of {', '.join(_NAMES)}, got {precision!r}")
+    return _load(tuple(keys), precision, frontend, bool(triton.knobs.runtime.interpret))
 
 
 @lru_cache(maxsize=256)
-def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -> DeviceFunctions:
+def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interpreted: bool) -> DeviceFunctions:
     # triton.jit decides when it decorates whether a function is interpreted, so `interpreted` is part of the memo.
-    source = generate(keys, fast=fast, frontend=frontend)
-    name = f"gdpa_activation_{_digest(keys, fast, frontend)}"
+    source = generate(keys, precision=precision, frontend=frontend)
+    name = f"gdpa_activation_{_digest(keys, precision, frontend)}"
     path = _write(f"{name}.py", source)
     module = _import(f"{name}_{'interpreted' if interpreted else 'compiled'}", path, source)
     return DeviceFunctions(
@@ -103,6 +112,8 @@ def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -
         factor=module.factor,
         scaled_pair=module.activate_pair_scaled,
         pair_factors=module.pair_factors,
+        weighted_pair=module.activate_pair_weighted,
+        weighted_factor=module.weighted_factor,
         open_packed=getattr(module, "open_packed", None),
         finish_packed=getattr(module, "finish_packed", None),
         source=source,
@@ -110,39 +121,50 @@ def _load(keys: tuple[str, ...], fast: bool, frontend: str, interpreted: bool) -
     )
 
 
-def generate(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "triton") -> str:
+def generate(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> str:
     """The text of the module that `device_functions` imports; the arguments are the same."""
     distinct = list(dict.fromkeys(keys))
-    writer = _Writer(fast)
+    writer = _Writer(precision)
+    folds = precision != "float32"
     functions: list[str] = []
     packed = None
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
-        if fast:
-            functions += writer.scaled_functions("value", i, expression, 1)
-            functions += writer.scaled_functions("pair", i, expression, 2)
-            # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
-            packed = writer.packed_function(i, expression) if len(distinct) == 1 else None
+        if folds:
+            whole = ONE if precision == "float16" else None
+            functions += writer.folded_functions("value", i, expression, (whole,))
+            functions += writer.folded_functions("pair", i, expression, (whole, whole))
+            functions += writer.folded_functions("pair", i, expression, (whole, WEIGHT))
+        # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
+        if precision == "bfloat16" and len(distinct) == 1:
+            packed = writer.packed_function(i, expression)
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
-    if fast:
+    if folds:
         dispatch += [
             _dispatch("activate_scaled", "scaled_value", "s, scale", "g", heads),
-            _dispatch("factor", "factors_of_value", "scale", "c", heads),
+            _dispatch("factor", "factors_of_scaled_value", "scale", "c", heads),
             _dispatch("activate_pair_scaled", "scaled_pair", "s, scale", "g, dg", heads),
-            _dispatch("pair_factors", "factors_of_pair", "scale", "c, d", heads),
+            _dispatch("pair_factors", "factors_of_scaled_pair", "scale", "c, d", heads),
+            _dispatch("activate_pair_weighted", "weighted_pair", "s, scale, weight", "g, dg", heads),
+            _dispatch("weighted_factor", "factors_of_weighted_pair", "scale", "c", heads),
         ]
         if packed is not None:
             functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS), packed]
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
-    flavour = "approximate instructions of NVIDIA devices" if fast else "portable operations"
-    title = f'"""Activations of gdpa as {frontend} device functions, in {flavour}. Generated: edits are overwritten."""'
+    title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
     return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
 
+
+_NAMES: dict[Precision, str] = {
+    "float32": "in portable operations",
+    "float16": "in approximate instructions of NVIDIA devices, for float16",
+    "bfloat16": "in approximate instructions of NVIDIA devices, for bfloat16",
+}
 
 # Gluon has maximum's option but not its enumeration; a global that a kernel reads must be a constexpr.
 _PROPAGATE_NAN = "\nfrom triton.language import PropagateNan\n\nPROPAGATE_NAN = tl.constexpr(PropagateNan.ALL)"
@@ -210,6 +232,8 @@ _UNFOLDED = (
     "@jit\ndef factor(scale, head):\n    c = 1.0\n    return c",
     "@jit\ndef activate_pair_scaled(s, scale, head):\n    return activate_pair(s * scale, head)",
     "@jit\ndef pair_factors(scale, head):\n    c = 1.0\n    return c, c",
+    "@jit\ndef activate_pair_weighted(s, scale, weight, head):\n    y, dy = activate_pair(s * scale, head)\n    return y, dy * weight",
+    "@jit\ndef weighted_factor(scale, head):\n    c = 1.0\n    return c",
 )
 
 
@@ -352,6 +376,12 @@ def reciprocal(x):
     """One unit in the last place; 0 for |x| > 2^126."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 ''',
+    "exp2": '''
+@jit
+def exp2(x):
+    """Two units in the last place; 0 below 2^-126."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+''',
     "log2": '''
 @jit
 def log2(x):
@@ -363,9 +393,16 @@ def log2(x):
 def erf(x):
     """1 - 2^p(|x|), p cubic: absolute error below 1.7e-4."""
     a = tl.abs(x)
-    magnitude = 1.0 - tl.exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))
+    magnitude = 1.0 - exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))
     return tl.where(x < 0.0, -magnitude, magnitude)
 ''',
+}
+
+# What errs less than the rounding of results.
+_HELPERS_OF: dict[Precision, tuple[str, ...]] = {
+    "float32": (),
+    "float16": ("reciprocal", "exp2", "log2"),
+    "bfloat16": tuple(_FAST_HELPERS),
 }
 
 # Operations that are one expression; others are helpers.
@@ -408,13 +445,14 @@ _PACKED = {"mul": "mul.rn", "add": "add.rn", "tanh": "tanh.approx"}
 class _Writer:
     """Writes functions of one flavour and remembers which helpers they call."""
 
-    def __init__(self, fast: bool) -> None:
-        self._fast = fast
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+        self._own_helpers = {name: text for name, text in _FAST_HELPERS.items() if name in _HELPERS_OF[precision]}
         self._used: set[str] = set()
 
     def helpers(self) -> list[str]:
         """The helper functions that were called, directly or by others, each after those it calls."""
-        sources = _PORTABLE_HELPERS | _FAST_HELPERS if self._fast else _PORTABLE_HELPERS
+        sources = _PORTABLE_HELPERS | self._own_helpers
         used = set(self._used)
         for name in reversed(sources):
             if name in used:
@@ -423,42 +461,51 @@ class _Writer:
 
     def function(self, name: str, expression: Expression, outputs: int) -> str:
         """One device function of `s`: f alone, or the pair with its common subexpressions computed once."""
-        graph = (expression.fast_pair if self._fast else expression.pair).select(*range(outputs))
+        graph = expression.pair_for(self._precision).select(*range(outputs))
         named = zip(("f(s)", "f'(s)"), formulas(graph), strict=False)
         lines = [f"# {label} = {formula}" for label, formula in named]
         lines += ["@jit", f"def {name}(s):"]
-        graph = spelled(graph, fast=self._fast)
+        graph = spelled(graph, self._precision)
         for i, statement in enumerate(graph.statements):
             lines.append(f"    t{i} = {self._statement(statement)}")
         return "\n".join([*lines, f"    return {', '.join(map(_output, graph.outputs))}"])
 
-    def scaled_functions(self, name: str, number: int, expression: Expression, outputs: int) -> list[str]:
-        """The function `name` of the raw `s` and `scale`, and that of its factors."""
-        folded = fold(spelled(expression.fast_pair.select(*range(outputs)), fast=True))
+    def folded_functions(
+        self, name: str, number: int, expression: Expression, multiples: tuple[Coefficient | None, ...]
+    ) -> list[str]:
+        """The function `name` of the raw `s` and `scale`, and of `weight` where a multiple has it, and that of its factors."""
+        graph = expression.pair_for(self._precision).select(*range(len(multiples)))
+        folded = fold(spelled(graph, self._precision), multiples)
+        weighted = WEIGHT in multiples
+        own_name = f"{'weighted' if weighted else 'scaled'}_{name}_{number}"
         lines = []
-        for label, result, factor in zip(("f", "f'"), ("g", "dg"), folded.factors, strict=False):
-            multiple = result if factor == ONE else f"{_scalar(factor, 'scale**{}')} * {result}"
-            lines.append(f"# {label}(scale * s) = {multiple}, for the {label} of {name}_{number}")
-        lines += ["@jit", f"def scaled_{name}_{number}(s, scale):", *_powers(folded.scalars)]
+        for label, result, factor, multiple in zip(("f", "f'"), ("g", "dg"), folded.factors, multiples, strict=False):
+            product = result if factor == ONE else f"{_scalar(factor, 'scale**{}')} * {result}"
+            lines.append(
+                f"# {'weight * ' if multiple == WEIGHT else ''}{label}(scale * s) = {product}, for the {label} of {name}_{number}"
+            )
+        lines += ["@jit", f"def {own_name}(s, scale{', weight' if weighted else ''}):", *_powers(folded.scalars)]
         texts: dict[StepOperand, str] = {}
         for coefficient in folded.scalars:
-            if coefficient.number != 1.0:
+            text = _scalar(coefficient)
+            if text not in ("scale", "weight"):
                 texts[coefficient] = f"k{len(texts)}"
-                lines.append(f"    {texts[coefficient]} = {_scalar(coefficient)}")
+                lines.append(f"    {texts[coefficient]} = {text}")
         fused = set(folded.fused.values())
         shown = [i for i in range(len(folded.steps)) if i not in fused]
         texts |= {Ref(i): f"t{place}" for place, i in enumerate(shown)}
         lines += [f"    {texts[Ref(i)]} = {self._step(folded, i, texts)}" for i in shown]
-        results = ", ".join(texts.get(output) or _output(output) for output in folded.outputs)
-        lines.append(f"    return {results}")
-        factors = [f"    {letter} = {_scalar(factor)}" for letter, factor in zip("cd", folded.factors, strict=False)]
-        factor_lines = ["@jit", f"def factors_of_{name}_{number}(scale):", *_powers(folded.factors), *factors]
-        factor_lines.append(f"    return {', '.join('cd'[:outputs])}")
+        lines.append(f"    return {', '.join(_output(x, texts) for x in folded.outputs)}")
+        # A weighted f' has no factor, which nobody asks for.
+        free = [x for x, multiple in zip(folded.factors, multiples, strict=True) if multiple != WEIGHT]
+        factors = [f"    {letter} = {_scalar(factor)}" for letter, factor in zip("cd", free, strict=False)]
+        factor_lines = ["@jit", f"def factors_of_{own_name}(scale):", *_powers(folded.factors), *factors]
+        factor_lines.append(f"    return {', '.join('cd'[: len(free)])}")
         return ["\n".join(lines), "\n".join(factor_lines)]
 
     def packed_function(self, number: int, expression: Expression) -> str | None:
-        """The f of `scaled_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
-        folded = fold(spelled(expression.fast_pair.select(0), fast=True))
+        """The f of `folded_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
+        folded = fold(spelled(expression.pair_for(self._precision).select(0), self._precision))
         if not folded.gated:
             return None
         constants = dict.fromkeys(x for step in folded.steps for x in step.operands if isinstance(x, Coefficient))
@@ -518,7 +565,7 @@ class _Writer:
 
     def _operation(self, name: str, texts: list[str]) -> str:
         template = _TEMPLATES.get(name)
-        if template is not None and not (self._fast and name in _FAST_HELPERS):
+        if template is not None and name not in self._own_helpers:
             return template.format(*texts)
         if name == "pow":
             # Its helper wants tiles.
@@ -528,10 +575,12 @@ class _Writer:
 
 
 def _scalar(coefficient: Coefficient, power: str = "scale_{}") -> str:
-    if not coefficient.power:
-        return _literal(coefficient.number)
-    scale = "scale" if coefficient.power == 1 else power.format(coefficient.power)
-    return scale if coefficient.number == 1.0 else f"{scale} * {_literal(coefficient.number)}"
+    factors = [_literal(coefficient.number)] if coefficient.number != 1.0 or coefficient.is_number else []
+    if coefficient.power:
+        factors.insert(0, "scale" if coefficient.power == 1 else power.format(coefficient.power))
+    if coefficient.weights:
+        factors.append("weight")
+    return " * ".join(factors)
 
 
 def _powers(coefficients: tuple[Coefficient, ...]) -> list[str]:
@@ -546,9 +595,12 @@ def _operand(operand: Operand) -> str:
     return _literal(operand)
 
 
-def _output(operand: Operand) -> str:
+def _output(operand: Operand | Coefficient, texts: dict[StepOperand, str] | None = None) -> str:
+    """What a function returns; `texts` has names for steps and coefficients."""
+    text = (texts or {}).get(operand)
+    if text is None:
+        text = _scalar(operand) if isinstance(operand, Coefficient) else _operand(operand)
     # A constant as a tile of the shape (and, in Gluon, of the layout) of `s`.
-    text = _operand(operand)
     return text if isinstance(operand, Ref) else f"tl.where(s == s, {text}, {text})"
 
 
@@ -562,10 +614,10 @@ def _literal(number: float) -> str:
     return "0.0" if abs(value) < torch.finfo(torch.float32).tiny else repr(value)
 
 
-def _digest(keys: tuple[str, ...], fast: bool, frontend: str) -> str:
+def _digest(keys: tuple[str, ...], precision: Precision, frontend: str) -> str:
     import triton
 
-    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, fast, frontend, *keys)
+    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, precision, frontend, *keys)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 

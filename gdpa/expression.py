@@ -9,7 +9,7 @@ import torch
 
 from gdpa.errors import GdpaError
 from gdpa.graph import Graph, formulas, parse_graph
-from gdpa.lowering import lower
+from gdpa.lowering import Precision, lower
 
 HEADER = "gdpa-expression-1"
 
@@ -36,10 +36,9 @@ class Expression:
         """The primitive-level graph with outputs (f, f'), common subexpressions computed once."""
         return lower(self.shorter or self.joint)
 
-    @cached_property
-    def fast_pair(self) -> Graph:
-        """`pair` for bf16 results: in fewer operations, some of them fitted."""
-        return lower(self.shorter or self.joint, fast=True)
+    def pair_for(self, precision: Precision) -> Graph:
+        """`pair` for results that are rounded to this dtype: in fewer operations, some of them fitted."""
+        return lower(self.shorter or self.joint, precision)
 
     @cached_property
     def value_graph(self) -> Graph:

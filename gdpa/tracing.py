@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from gdpa.errors import UnsupportedActivation
 from gdpa.expression import Expression, parse
 from gdpa.graph import OPERATIONS, SCORE, Builder, Graph, Operand, Ref, pruned
+from gdpa.lowering import Precision
 
 if TYPE_CHECKING:
     from gdpa.device_source import DeviceFunctions
@@ -59,11 +60,11 @@ def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
     return expression
 
 
-def device_functions(keys: tuple[str, ...], *, fast: bool = False, frontend: str = "triton") -> DeviceFunctions:
+def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> DeviceFunctions:
     """Triton device code of the activations `keys`; see `gdpa.device_source.device_functions`."""
     from gdpa.device_source import device_functions as generate  # needs Triton, which this module does not
 
-    return generate(keys, fast=fast, frontend=frontend)
+    return generate(keys, precision=precision, frontend=frontend)
 
 
 def _refuse(what: str) -> UnsupportedActivation:

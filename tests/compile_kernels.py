@@ -56,6 +56,8 @@ HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "gelu-grouped": (("gelu",), 128, torch.bfloat16, 4, "dense-keys", 2, 128),
     "unsafe": (("log",), 128, torch.bfloat16, 1, "packed", 4, 256),
     "shared": (("gelu",), 128, torch.bfloat16, 1, "shared-queries", 4, 64),
+    "shared-silu": (("silu",), 128, torch.bfloat16, 1, "shared-queries", 4, 64),
+    "fp16": (("gelu_tanh",), 128, torch.float16, 1, "packed", 4, 256),
     "64-fp16": (("silu",), 64, torch.float16, 1, "packed", 4, 256),
     "without-dq": (("gelu",), 128, torch.bfloat16, 1, "packed", 4, 256, (False, True, True)),
     "ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True),

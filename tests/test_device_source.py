@@ -68,22 +68,26 @@ def test_per_head_dispatch_shares_branches_between_equal_keys():
 
 
 def test_flavours_and_frontends_differ_in_what_they_use():
-    portable, fast = generate(("tanh", "sigmoid")), generate(("tanh", "sigmoid"), fast=True)
+    portable, half, fast = (generate(("tanh", "sigmoid"), precision=name) for name in ("float32", "float16", "bfloat16"))
     assert "asm" not in portable
-    assert "libdevice" not in portable + fast
+    assert "libdevice" not in portable + half + fast
     assert "tanh.approx.f32" in fast
+    assert "tanh.approx" not in half, "it errs as much as float16 rounds"
+    assert "ex2.approx" in half and "rcp.approx" in half
     gluon = generate(("tanh",), frontend="gluon")
     assert "@gluon.jit" in gluon
     assert "triton.jit" not in gluon
     with pytest.raises(GdpaError, match="frontend: expected one of triton, gluon, got 'cuda'"):
         device_functions(("tanh",), frontend="cuda")
+    with pytest.raises(GdpaError, match="precision: expected one of float32, float16, bfloat16, got 'float64'"):
+        device_functions(("tanh",), precision="float64")
 
 
 def test_fast_sigmoid_of_a_shifted_score_keeps_its_relative_accuracy():
     # tanh.approx has 11 bits: sigmoid(s - 8), which is about 3e-4, would drown in its error.
-    shifted = generate((Activation(lambda s: torch.sigmoid(s - 8)).key,), fast=True)
+    shifted = generate((Activation(lambda s: torch.sigmoid(s - 8)).key,), precision="bfloat16")
     assert "tanh" not in shifted
-    scaled = generate((Activation(lambda s: torch.sigmoid(s * 1.7)).key,), fast=True)
+    scaled = generate((Activation(lambda s: torch.sigmoid(s * 1.7)).key,), precision="bfloat16")
     assert "tanh(t1)" in scaled
     assert "exp2" not in scaled
 
@@ -134,7 +138,7 @@ def test_a_damaged_cache_file_heals(fresh_cache, damage):
 
 def test_functions_are_remembered_in_the_process(fresh_cache):
     assert device_functions(("relu",)).pair is device_functions(("relu",)).pair
-    assert device_functions(("relu",)).path != device_functions(("relu",), fast=True).path
+    assert device_functions(("relu",)).path != device_functions(("relu",), precision="bfloat16").path
 
 
 def test_an_unwritable_cache_falls_back_to_a_directory_of_the_process(fresh_cache, monkeypatch):
@@ -305,16 +309,18 @@ def compiled(functions, arch, gluon_source=False):
 
 keys = json.loads(sys.argv[1])
 mixed, everything = tuple(keys["mixed"]), tuple(keys["everything"])
-for fast in (False, True):
+for precision in ("float32", "float16", "bfloat16"):
     for arch in (80, 90, 100):
-        assert compiled(device_functions(mixed, fast=fast), arch).asm["cubin"]
-    assert compiled(device_functions(mixed, fast=fast, frontend="gluon"), 90, True).asm["cubin"]
-    assert compiled(device_functions(everything, fast=fast), 90).asm["cubin"]
-    assert compiled(device_functions(everything, fast=fast, frontend="gluon"), 90, True).asm["cubin"]
+        assert compiled(device_functions(mixed, precision=precision), arch).asm["cubin"]
+    assert compiled(device_functions(mixed, precision=precision, frontend="gluon"), 90, True).asm["cubin"]
+    assert compiled(device_functions(everything, precision=precision), 90).asm["cubin"]
+    assert compiled(device_functions(everything, precision=precision, frontend="gluon"), 90, True).asm["cubin"]
 counts, watched = {}, ("tanh.approx", "ex2.approx", "rcp.approx", "div.", "call.uni", "max.NaN")
 for name in ("silu", "gelu", "gelu_tanh", "relu2"):
-    text = compiled(device_functions((name,), fast=True), 90).asm["ptx"]
+    text = compiled(device_functions((name,), precision="bfloat16"), 90).asm["ptx"]
     counts[name] = {op: text.count(op) for op in watched}
+    text = compiled(device_functions((name,), precision="float16"), 90).asm["ptx"]
+    counts["half " + name] = {op: text.count(op) for op in watched}
 print(json.dumps(counts))
 """
 
@@ -340,6 +346,9 @@ def test_device_code_compiles_for_every_target_in_both_frontends(tmp_path):
     assert counts["gelu_tanh"]["tanh.approx"] == 1
     assert counts["gelu"]["tanh.approx"] == 1
     assert counts["gelu"]["call.uni"] == 0
+    assert counts["half silu"] == {"tanh.approx": 0, "ex2.approx": 1, "rcp.approx": 1, "div.": 0, "call.uni": 0, "max.NaN": 0}
+    assert counts["half gelu"]["ex2.approx"] == counts["half gelu"]["rcp.approx"] == 1
+    assert counts["half gelu"]["call.uni"] == 0
     assert counts["relu2"]["max.NaN"] == 1
 
 
@@ -347,15 +356,18 @@ def test_fast_approximations_are_as_close_as_their_comments_say():
     """The polynomials of the fast flavour, evaluated in float64 as written in the source."""
     x = torch.linspace(-8, 8, 20001, dtype=torch.float64)
     a = x.abs()
-    gelu = Activation("gelu")
-    for result, exact, bound in zip(
-        gelu.expression.fast_pair.evaluate(x), gelu.value_and_derivative(x), (2.8e-4, 9e-4), strict=True
-    ):
-        assert (result - exact).abs().max() < bound
-    gelu_tanh = Activation("gelu_tanh")
-    for result, exact in zip(gelu_tanh.expression.fast_pair.evaluate(x), gelu_tanh.value_and_derivative(x), strict=True):
-        torch.testing.assert_close(result, exact, rtol=1e-9, atol=1e-12)
-    source = generate(("gelu", Activation(lambda s: torch.erf(s)).key), fast=True)
-    assert "tl.exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))" in source
+    far = torch.tensor([-1e4, -300.0, 300.0, 1e4], dtype=torch.float64)  # where the polynomial itself has turned back
+    gelu, gelu_tanh = Activation("gelu"), Activation("gelu_tanh")
+    for precision, bounds in {"bfloat16": (2.8e-4, 9e-4), "float16": (3.3e-5, 9.4e-5)}.items():
+        fitted = gelu.expression.pair_for(precision)
+        for result, exact, bound in zip(fitted.evaluate(x), gelu.value_and_derivative(x), bounds, strict=True):
+            assert (result - exact).abs().max() < bound
+        for result, exact in zip(fitted.evaluate(far), gelu.value_and_derivative(far), strict=True):
+            assert torch.equal(result.abs(), exact.abs())
+        pair = gelu_tanh.expression.pair_for(precision)
+        for result, exact in zip(pair.evaluate(x), gelu_tanh.value_and_derivative(x), strict=True):
+            torch.testing.assert_close(result, exact, rtol=1e-9, atol=1e-12)
+    source = generate(("gelu", Activation(lambda s: torch.erf(s)).key), precision="bfloat16")
+    assert " exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))" in source
     magnitude = 1 - torch.exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))
     assert (torch.where(x < 0, -magnitude, magnitude) - torch.erf(x)).abs().max() < 1.7e-4

@@ -12,7 +12,9 @@ from helpers import clean_env
 from torch.nn import functional
 
 from gdpa.activations import Activation, activations
+from gdpa.folding import ONE as WHOLE
 from gdpa.folding import SCALE, Coefficient, Folded, fold, spelled, unfolded
+from gdpa.folding import WEIGHT as WEIGHTED
 
 pytest.importorskip("triton")
 
@@ -22,6 +24,8 @@ from test_tracing import SUPPORTED
 from gdpa.device_source import generate
 
 SCALES = (0.088, 1.0, -0.7, 0.0, 3.0)
+WEIGHT = -1.75  # as in the script below
+PRECISIONS = ("float32", "float16", "bfloat16")
 
 # Between them, every rule of folding and every operation. The lists' own names may clash: they are told apart by a prefix.
 TRACED = {f"custom_{name}": fn for name, fn in CUSTOM.items()} | {
@@ -79,12 +83,15 @@ numpy.seterr(all="ignore")
 fast = device_source._FAST_HELPERS
 fast["tanh"] = device_source._PORTABLE_HELPERS["tanh"]
 fast["reciprocal"] = "@jit\\ndef reciprocal(x):\\n    return 1.0 / x"
+fast["exp2"] = "@jit\\ndef exp2(x):\\n    return tl.exp2(x)"
 fast["log2"] = "@jit\\ndef log2(x):\\n    return tl.log2(x)"
 del fast["erf"]
+WEIGHT = -1.75
 
 @triton.jit
 def kernel(
-    S, V, Y, D, C, scale, head, SCALED: tl.constexpr, FACTOR: tl.constexpr, PAIR: tl.constexpr, FACTORS: tl.constexpr, N: tl.constexpr
+    S, V, Y, D, WY, WD, C, scale, weight, head, SCALED: tl.constexpr, FACTOR: tl.constexpr, PAIR: tl.constexpr, FACTORS: tl.constexpr,
+    WEIGHTED: tl.constexpr, WEIGHTED_FACTOR: tl.constexpr, N: tl.constexpr
 ):
     i = tl.arange(0, N)
     s = tl.load(S + i)
@@ -96,17 +103,22 @@ def kernel(
     first, second = FACTORS(scale, head)
     tl.store(C + 1, first)
     tl.store(C + 2, second)
+    y, d = WEIGHTED(s, scale, weight, head)
+    tl.store(WY + i, y)
+    tl.store(WD + i, d)
+    tl.store(C + 3, WEIGHTED_FACTOR(scale, head))
 
 jobs = torch.load(sys.argv[1])
 s = jobs["s"]
 results = {}
-for name, keys, head, fast, scale in jobs["jobs"]:
-    functions = device_source.device_functions(tuple(keys), fast=fast)
-    value, y, d = (torch.full_like(s, float("nan")) for _ in range(3))
-    factors = torch.full((3,), float("nan"))
-    chosen = functions.scaled, functions.factor, functions.scaled_pair, functions.pair_factors
-    kernel[(1,)](s, value, y, d, factors, scale, head, *chosen, s.numel())
-    results[name, head, fast, scale] = (value, y, d, factors)
+for name, keys, head, precision, scale in jobs["jobs"]:
+    functions = device_source.device_functions(tuple(keys), precision=precision)
+    numbers = [torch.full_like(s, float("nan")) for _ in range(5)]
+    factors = torch.full((4,), float("nan"))
+    chosen = (functions.scaled, functions.factor, functions.scaled_pair, functions.pair_factors, functions.weighted_pair,
+              functions.weighted_factor)
+    kernel[(1,)](s, *numbers, factors, scale, WEIGHT, head, *chosen, s.numel())
+    results[name, head, precision, scale] = (*numbers, factors)
 torch.save(results, sys.argv[2])
 """
 
@@ -123,11 +135,12 @@ def interpreted(tmp_path_factory, keys):
     """Results of every activation in Triton's interpreter: one process for all of them."""
     folder = tmp_path_factory.mktemp("folding")
     s = torch.cat([torch.linspace(-12, 12, 193), torch.linspace(-60, 60, 51), -torch.logspace(-6, 0, 6), torch.logspace(-6, 0, 6)])
-    jobs = [(name, [key], 0, True, scale) for name, key in keys.items() for scale in SCALES]
+    jobs = [(name, [key], 0, "bfloat16", scale) for name, key in keys.items() for scale in SCALES]
+    jobs += [(name, [key], 0, "float16", scale) for name, key in keys.items() for scale in SCALES[:3]]
     rounding = Activation(lambda s: (s + 12582912.0) - 12582912.0).key
-    jobs += [("rounding", [rounding], 0, True, scale) for scale in SCALES]
-    jobs += [("mixed", MIXED, head, fast, 0.3) for head in range(len(MIXED)) for fast in (True, False)]
-    jobs += [(name, [name], 0, fast, 0.3) for name in set(MIXED) for fast in (True, False)]
+    jobs += [("rounding", [rounding], 0, "bfloat16", scale) for scale in SCALES]
+    jobs += [("mixed", MIXED, head, precision, 0.3) for head in range(len(MIXED)) for precision in PRECISIONS]
+    jobs += [(name, [name], 0, precision, 0.3) for name in set(MIXED) for precision in PRECISIONS]
     torch.save({"s": s, "jobs": jobs}, folder / "jobs.pt")
     script = folder / "interpreted.py"
     script.write_text(INTERPRETED)
@@ -154,22 +167,32 @@ def assert_as_accurate_as_float32(actual, function, x):
     assert torch.equal(actual.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("precision", "scale"), [*(("bfloat16", scale) for scale in SCALES), *(("float16", scale) for scale in SCALES[:3])]
+)
 @pytest.mark.parametrize("name", [*activations(), *TRACED])
-def test_results_times_factors_are_the_function_at_the_scaled_score(interpreted, keys, name, scale):
+def test_results_times_factors_are_the_function_at_the_scaled_score(interpreted, keys, name, precision, scale):
     s, results = interpreted
-    value, y, d, factors = (result.double() for result in results[name, 0, True, scale])
+    value, y, d, weighted_y, weighted_d, factors = (result.double() for result in results[name, 0, precision, scale])
     x = s.double() * float(torch.tensor(scale))
-    graph = Activation(keys[name]).expression.fast_pair
-    for actual, output in ((value * factors[0], 0), (y * factors[1], 0), (d * factors[2], 1)):
+    graph = Activation(keys[name]).expression.pair_for(precision)
+    for actual, output in (
+        (value * factors[0], 0),
+        (y * factors[1], 0),
+        (d * factors[2], 1),
+        (weighted_y * factors[3], 0),
+        (weighted_d / WEIGHT, 1),
+    ):
         assert_as_accurate_as_float32(actual, lambda x, output=output: graph.evaluate(x)[output], x)
+    if precision == "float16":
+        assert factors.eq(1.0).all(), "float16 may not have the range for a result without its factor"
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "sigmoid", "hardswish"])
 def test_results_are_as_close_to_the_exact_activation_as_the_fast_flavour_is(interpreted, name):
     s, results = interpreted
     for scale in SCALES:
-        value, y, d, factors = (result.double() for result in results[name, 0, True, scale])
+        value, y, d, _, _, factors = (result.double() for result in results[name, 0, "bfloat16", scale])
         wanted, slope = Activation(name).value_and_derivative(s.double() * float(torch.tensor(scale)))
         bounds = (2.8e-4, 9e-4) if name == "gelu" else (1e-6, 1e-6)
         for actual, exact, bound in (
@@ -183,28 +206,28 @@ def test_results_are_as_close_to_the_exact_activation_as_the_fast_flavour_is(int
 def test_a_large_number_added_and_taken_away_still_rounds(interpreted):
     s, results = interpreted
     for scale in SCALES:
-        value, y, d, factors = results["rounding", 0, True, scale]
+        value, y, d, _, _, factors = results["rounding", 0, "bfloat16", scale]
         for actual in (value * factors[0], y * factors[1]):
             assert torch.equal(actual, (s * scale).round())
         assert torch.equal(d * factors[2], torch.ones_like(s))
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_functions_and_factors_are_those_of_the_head(interpreted, fast):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_functions_and_factors_are_those_of_the_head(interpreted, precision):
     _, results = interpreted
     for head, name in enumerate(MIXED):
-        for actual, expected in zip(results["mixed", head, fast, 0.3], results[name, 0, fast, 0.3], strict=True):
+        for actual, expected in zip(results["mixed", head, precision, 0.3], results[name, 0, precision, 0.3], strict=True):
             assert torch.equal(actual, expected)
-    factors = {tuple(results[name, 0, fast, 0.3][3].tolist()) for name in MIXED}
-    assert len(factors) > 1 if fast else factors == {(1.0, 1.0, 1.0)}
+    factors = {tuple(results[name, 0, precision, 0.3][-1].tolist()) for name in MIXED}
+    assert len(factors) > 1 if precision == "bfloat16" else factors == {(1.0, 1.0, 1.0, 1.0)}
 
 
-def folded(activation, outputs=1) -> Folded:
-    return fold(spelled(Activation(activation).expression.fast_pair.select(*range(outputs)), fast=True))
+def folded(activation, outputs=1, multiples=None) -> Folded:
+    return fold(spelled(Activation(activation).expression.pair_for("bfloat16").select(*range(outputs)), "bfloat16"), multiples)
 
 
-def plain(activation, outputs=1) -> Folded:
-    return unfolded(spelled(Activation(activation).expression.fast_pair.select(*range(outputs)), fast=True))
+def plain(activation, outputs=1, multiples=None) -> Folded:
+    return unfolded(spelled(Activation(activation).expression.pair_for("bfloat16").select(*range(outputs)), "bfloat16"), multiples)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +253,21 @@ def test_folding_saves_an_instruction_of_the_pair(name):
     assert folded(name, 2).instructions <= plain(name, 2).instructions - 1
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("multiples", [(None,), (None, None), (None, WEIGHTED), (WHOLE, WEIGHTED), (WHOLE, WHOLE)])
 @pytest.mark.parametrize("name", [*activations(), *TRACED])
-def test_folding_never_costs_an_instruction(keys, name, outputs):
-    assert folded(keys[name], outputs).instructions <= plain(keys[name], outputs).instructions
+def test_folding_never_costs_an_instruction(keys, name, multiples):
+    count = len(multiples)
+    assert folded(keys[name], count, multiples).instructions <= plain(keys[name], count, multiples).instructions
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "identity", "leaky_relu"])
+def test_a_weight_of_the_slope_costs_nothing(name):
+    assert folded(name, 2, (None, WEIGHTED)).instructions == folded(name, 2).instructions
+
+
+@pytest.mark.parametrize("name", ["exp", "tanh", "sigmoid", "relu2"])
+def test_a_weight_of_the_slope_costs_one_instruction_at_most(name):
+    assert folded(name, 2, (None, WEIGHTED)).instructions <= folded(name, 2).instructions + 1
 
 
 def test_the_scale_of_silu_and_gelu_is_left_to_the_factor():
@@ -264,7 +298,7 @@ def by_hand(s):
     ],
 )
 def test_a_traced_copy_gives_the_code_of_the_built_in(name, copy):
-    assert generate((Activation(copy).key,), fast=True) == generate((name,), fast=True)
+    assert generate((Activation(copy).key,), precision="bfloat16") == generate((name,), precision="bfloat16")
 
 
 @pytest.mark.parametrize(("name", "copy"), [("silu", lambda s: s * torch.sigmoid(s)), ("gelu_tanh", by_hand)])
@@ -278,7 +312,7 @@ def function_text(source, name):
 
 
 def test_the_text_is_fused_and_readable():
-    source = generate(("silu", "gelu_tanh"), fast=True)
+    source = generate(("silu", "gelu_tanh"), precision="bfloat16")
     assert "# f(scale * s) = scale * 0.5 * g, for the f of value_0\n" in source
     body = function_text(source, "scaled_value_0")
     assert body.split("\n")[1:] == ["    k0 = scale * 0.5", "    t0 = s * k0", "    t1 = tanh(t0)", "    t2 = s * t1 + s", "    "]
@@ -293,14 +327,15 @@ def test_the_exact_flavour_folds_nothing():
     assert "def scaled_value_0" not in source
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_both_frontends_define_the_same_functions(keys, fast):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_both_frontends_define_the_same_functions(keys, precision):
     names = []
     for frontend in ("triton", "gluon"):
-        tree = ast.parse(generate(tuple(keys.values()), fast=fast, frontend=frontend))
+        tree = ast.parse(generate(tuple(keys.values()), precision=precision, frontend=frontend))
         names.append([node.name for node in tree.body if isinstance(node, ast.FunctionDef)])
     assert names[0] == names[1]
-    assert {"activate_scaled", "factor", "activate_pair_scaled", "pair_factors"} <= set(names[0])
+    chosen = {"activate_scaled", "factor", "activate_pair_scaled", "pair_factors", "activate_pair_weighted", "weighted_factor"}
+    assert chosen <= set(names[0])
     assert len(set(names[0])) == len(names[0])
 
 
@@ -349,15 +384,15 @@ def compiled(kernel, functions, size=128):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}).asm["cubin"]
 
 mixed = tuple(json.loads(sys.argv[1]))
-for fast in (False, True):
+for precision in ("float32", "float16", "bfloat16"):
     for kernel in (value_kernel, pair_kernel):
-        assert compiled(kernel, device_functions(mixed, fast=fast))
-    assert compiled(gluon_kernel, device_functions(mixed, fast=fast, frontend="gluon"))
+        assert compiled(kernel, device_functions(mixed, precision=precision))
+    assert compiled(gluon_kernel, device_functions(mixed, precision=precision, frontend="gluon"))
 counts = {}
 for name in json.loads(sys.argv[2]):
     for kernel in (value_kernel, pair_kernel):
         # A second element per thread adds what is done per element; scalars are computed once.
-        texts = [cuobjdump(compiled(kernel, device_functions((name,), fast=True), size), "-sass") for size in (128, 256)]
+        texts = [cuobjdump(compiled(kernel, device_functions((name,), precision="bfloat16"), size), "-sass") for size in (128, 256)]
         one, two = (len(re.findall(r"\\b(?:FMUL|FADD|FFMA|MUFU|FMNMX|FSETP|FSEL)\\b", text)) for text in texts)
         counts.setdefault(name, []).append(two - one)
 print(json.dumps(counts))

@@ -355,6 +355,7 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
     ids=["gelu", "a few rows for each of several", "too few for each", "few rows", "silu", "narrow", "fp16", "heads that differ"],
 )
 def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
+    from gdpa.backends.gpu import precision_of
     from gdpa.backends.hopper import launch
     from gdpa.backends.hopper.forward import rounded
 
@@ -363,7 +364,7 @@ def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     )
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
-    functions = launch.device_functions(case.problem.activations, fast=case.problem.dtype == torch.bfloat16, frontend="gluon")
+    functions = launch.device_functions(case.problem.activations, precision=precision_of(case.problem.dtype), frontend="gluon")
     assert constants["activate"] is (functions.open_packed if packed else functions.scaled)
     assert constants["finish"] is (functions.finish_packed if packed else rounded)
 
@@ -375,7 +376,7 @@ def test_a_mask_parts_no_packed_pairs():
     from gdpa.backends.hopper import launch
 
     steep = gdpa.Activation(lambda s: torch.nn.functional.gelu(s) * 1e6)
-    assert launch.device_functions((steep.key,), fast=True, frontend="gluon").open_packed is not None
+    assert launch.device_functions((steep.key,), precision="bfloat16", frontend="gluon").open_packed is not None
     case = make_case(activation=steep, q_lengths=(130, 7), k_lengths=(5, 300), heads=4, head_dim=128, dtype=torch.bfloat16)
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)

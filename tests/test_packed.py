@@ -22,7 +22,7 @@ def bf16(x):
 
 def written(key):
     """The texts of the functions that open and finish packed scores; None where there are none."""
-    source = generate((key,), fast=True, frontend="gluon")
+    source = generate((key,), precision="bfloat16", frontend="gluon")
     if "def open_packed" not in source:
         return None
     names = ("opened_value_0(s, scale)", "finish_packed(x, DTYPE: tl.constexpr)")
@@ -87,8 +87,8 @@ def test_others_have_none(fn):
 
 
 def test_there_is_none_for_heads_that_differ_nor_for_finer_dtypes():
-    assert "open_packed" in generate(("gelu", "gelu"), fast=True, frontend="gluon")
-    assert "open_packed" not in generate(("gelu", "gelu_tanh"), fast=True, frontend="gluon")
+    assert "open_packed" in generate(("gelu", "gelu"), precision="bfloat16", frontend="gluon")
+    assert "open_packed" not in generate(("gelu", "gelu_tanh"), precision="bfloat16", frontend="gluon")
     assert "open_packed" not in generate(("gelu",)), "fp16 and fp32 round finer than these steps"
 
 

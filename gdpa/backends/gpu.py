@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdpa.lowering import Precision
+
 # The rows of a ragged descriptor's third dimension; the kernels know it too.
 RAGGED = 2**30
 # 128 rows of a tile are addressed in 32 bits.
@@ -23,6 +25,11 @@ def architecture(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def precision_of(dtype: torch.dtype) -> Precision:
+    """How exact the activations' device code must be for tensors of this dtype."""
+    return {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(dtype, "float32")  # type: ignore[return-value]
 
 
 @cache

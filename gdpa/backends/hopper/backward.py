@@ -7,7 +7,7 @@ One persistent program a multiprocessor walks over tiles: 128 keys of one (seque
 group, 64 a step. Nothing but q, k, v and dO is read, and each score is computed once: five products a step. The partitions:
 
     query_producer   one warp: copies the queries and dO of each step into shared memory
-    key_producer     one warp: the keys and values of each tile, and a note of all that the consumers must know of it
+    key_producer     one warp: the keys and values of each tile, and a note of all that the consumers must know of it; sends dV off
     consumer 0       a warpgroup that owns keys 0 to 63: their scores, transposed, and their dK and dV, in registers over the whole tile
     consumer 1       the same for keys 64 to 127
     reducer 0, 1     one warp each, every second step: send its dQ off
@@ -28,9 +28,12 @@ compiler would wait after each one. Registers bound the order: dK and dV take 12
 and dS 16. The consumers take turns, each with its first two products, then each with its other three: while one activates or makes dS,
 the other multiplies. That dQ lags a step is what lets them: it waits for both.
 
-When step i opens a tile, dV of the tile before is on its way out through the memory of V, whose next tile is not needed before dP(i);
+When step i opens a tile, dV of the tile before is on its way out through the staging memory of dQ, between that of steps i - 2 and i - 1;
 dK leaves when both consumers are done with dQ(i - 1), through the memory of K, which has two slots. The first step of a program
 completes a tile that never was: its rows lie past the end of everything, so that nothing is written.
+
+f' is multiplied by what dQ and dK have in common with their factors, in constants that f' has anyway (folding.WEIGHT), so that dQ, a
+quarter of the registers of a step, needs no multiplication of its own.
 
 `relay.py` is how dQ leaves: it sums over the tiles of a sequence, which different programs hold at about the same time. `tiles.py` is which
 tile a program takes, and what it must know of it.
@@ -42,11 +45,12 @@ tile a program takes, and what it must know of it.
     partial.full + consumer  the copy engine                                  the consumer, to add to what came back (LAST)
     EMPTY + stage            both consumers, dK(i - 1) done                   the query producer, to load step i + 1
     DS + 2 * (i % 2) + c     consumer c, dS(i) in shared memory               the other one, for dQ(i)
-    DQ_FULL + consumer       the consumer                                     the step's reducer
-    dq_left + reducer        the reducer, its copies have left                the other reducer
-    dq_empty + consumer      the next step's reducer, after that              the consumer, to hand the next one over
+    DQ_FULL + consumer       the consumer                                     the step's reducer, at a tile's end the key producer
+    dq_left + 2 * r + c      reducer r, consumer c's columns have left        the other reducer, at a tile's end the key producer
+    dv_left + consumer       the key producer, dV has left                    the reducer of the tile's last step
+    dq_empty + consumer      whose turn is next, after that                   the consumer, to hand the next one over
     counters                 a reducer, a step's dQ is written                the reducers of other programs (in global memory)
-    values_free + consumer   the consumer, dV has left                        the key producer, to load the next tile's values
+    values_free + consumer   the consumer, the tile's last dP is done         the key producer, to load the next tile's values
     keys_free                both consumers, dK has left                      the key producer, to load the keys of the tile after the next
     met                      both consumers, dQ of the tile before done       both, to write dK where its keys were
     TURN + consumer          the other consumer, its products issued          the consumer, to issue its own
@@ -61,13 +65,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
-from gdpa.backends.hopper.relay import NONE, find_relay, hand_over, reducer
+from gdpa.backends.hopper.relay import NONE, find_relay, hand_over, hand_over_dv, handed, reducer, send_dv
 from gdpa.backends.hopper.tiles import (
-    DV_FACTOR,
-    FACTOR,
     FIELDS,
     HEAD,
-    INSIDE,
     KEY_END,
     KEY_ROW,
     KEYS,
@@ -78,8 +79,10 @@ from gdpa.backends.hopper.tiles import (
     START,
     STEPS,
     TILE,
+    WEIGHT,
     block_count,
     find_tile,
+    lay_out,
     read,
     read_float,
     split,
@@ -99,47 +102,59 @@ CONSUMERS: gl.constexpr = gl.constexpr(256)
 
 @gluon.jit
 def key_producer(
-    k_desc, v_desc, keys, values, notes, values_free, keys_free,
+    k_desc, v_desc, dv_desc, keys, values, notes, values_free, keys_free, partial, dq_empty, dq_left, dv_left,
     records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
-    factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
-    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr, DQ: gl.constexpr,
+    factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DV: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
+    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, DQ: gl.constexpr, WITH_DV: gl.constexpr,
 ):  # fmt: skip
-    for taken in range(tile_count(tiles, PAIRED)):
+    stream = 0  # steps so far
+    old_end, old_row, old_head = 0, 0, 0  # where dV of the tile before goes
+    mine = tile_count(tiles, PAIRED)
+    for taken in range(mine):
         head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
             taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
         )
         steps = block_count(q_length) * GROUP
         start, _, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
         last_from = gl.where((count <= few) | (q_length == 0), -1, last_from)
+        k_end = k_start + k_length
         k_row = RAGGED - k_length + row
-        c, d = 1.0, 1.0
-        if FOLD:
-            c, d = factors(scale, head * GROUP)
-        inside = out_scale
+        # dS has all of dQ's factor, but for the scale in float16, which might not have the range for it.
+        weight = out_scale
         if SCALE_PER_SEQUENCE:
-            inside *= gl.load(out_scale_ptr + sequence, mask=q_length > 0, other=1.0)
-        factor = scale * d
-        if not SCALE_INSIDE:
-            factor *= inside
+            weight *= gl.load(out_scale_ptr + sequence, mask=q_length > 0, other=1.0)
+        dv_factor = weight
+        if FOLD:
+            dv_factor *= factor_of(scale, head * GROUP)
+        if not SCALE_OUTSIDE:
+            weight *= scale
         slot = taken & 1
         if taken > 0:
             mbarrier.wait(keys_free, (taken - 1) & 1)
         write_note(
-            notes.index(slot), steps, last_from, k_start + k_length, k_row, head, factor, inside * c, inside, q_length, start, 1
+            notes.index(slot), steps, last_from, k_end, k_row, head, weight, dv_factor, q_length, start, 1
         )  # fmt: skip
         partition_barrier()  # before one thread announces it, with the keys
         keys.expect(slot)
-        load_async(k_desc, [RAGGED, k_start + k_length, k_row, head * STRIDE_K], keys.full.index(slot), keys.memory.index(slot))
+        load_async(k_desc, [RAGGED, k_end, k_row, head * STRIDE_K], keys.full.index(slot), keys.memory.index(slot))
         for which in gl.static_range(2):
-            mbarrier.wait(values_free.index(which), taken & 1)
+            if taken > 0:
+                mbarrier.wait(values_free.index(which), (taken - 1) & 1)
             values.expect(which)
             load_async(
-                v_desc,
-                [RAGGED, k_start + k_length, k_row + which * KEYS, head * STRIDE_V],
-                values.full.index(which),
-                values.memory.index(which),
+                v_desc, [RAGGED, k_end, k_row + which * KEYS, head * STRIDE_V], values.full.index(which), values.memory.index(which)
             )
+            if WITH_DV and taken > 0:
+                old = (old_end, old_row, old_head)
+                send_dv(dv_desc, partial, dq_empty, dq_left, dv_left, stream, old, STRIDE_DV, DQ, which)
+        stream += steps
+        old_end, old_row, old_head = k_end, k_row, head
+    if WITH_DV and mine > 0:
+        for which in gl.static_range(2):
+            mbarrier.wait(values_free.index(which), (mine - 1) & 1)  # the last tile has come to its end
+            old = (old_end, old_row, old_head)
+            send_dv(dv_desc, partial, dq_empty, dq_left, dv_left, stream, old, STRIDE_DV, DQ, which)
 
 
 @gluon.jit
@@ -185,11 +200,9 @@ def query_producer(
 
 
 @gluon.jit
-def send(result, note, FACTOR_FIELD: gl.constexpr, tile, memory, desc, STRIDE: gl.constexpr, WHICH: gl.constexpr):
-    """Round dK or dV and send it off: through shared memory, so that the copy engine writes whole rows and stops at the sequence's end."""
-    # No queries: zeros, whatever the keys hold.
-    result = gl.where(read(note, QUERIES) == 0, 0.0, result * read_float(note, FACTOR_FIELD))
-    tile.store(result.to(desc.dtype))
+def send_dk(dk, factor, note, tile, memory, desc, STRIDE: gl.constexpr, WHICH: gl.constexpr):
+    """Round dK and send it off: through shared memory, so that the copy engine writes whole rows and stops at the sequence's end."""
+    lay_out(dk, factor, note, tile)
     fence_async_shared()
     partition_barrier()
     store_async(desc, [RAGGED, read(note, KEY_END), read(note, KEY_ROW) + WHICH * KEYS, read(note, HEAD) * STRIDE], memory)
@@ -220,17 +233,18 @@ def issue_dq(ds_memory, keys, buffer, WHICH: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def activated(
-    s, scale, note, steps, step,
+    s, scale, weight, note, steps, step,
     activate: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """f and f' of transposed scores, but for the factors that `activate` leaves out where it may."""
+    """f of transposed scores, but for a factor that `activate` may leave out, and the weight times f'."""
     # Compiled in only where activations differ between heads, or need a mask.
     in_group, block = split(turned(step, read(note, START), steps), steps // GROUP, GROUP)
     head = read(note, HEAD) * GROUP + in_group
     if FOLD:
-        y, slope = activate(s, scale, head)
+        y, slope = activate(s, scale, weight, head)
     else:
         y, slope = activate(s * scale, head)
+        slope = slope * weight
     if MASK_TAIL:
         key = gl.arange(0, KEYS, gl.SliceLayout(1, s.type.layout))
         query = gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
@@ -257,8 +271,8 @@ def give_ds(dp, slope, ds_memory, buffer, dtype: gl.constexpr, layout: gl.conste
 def consumer(
     dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
     tiles, scale,
-    activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr,
-    D: gl.constexpr, PAIRED: gl.constexpr, SCALE_INSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
+    activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, D: gl.constexpr,
+    PAIRED: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
     DQ: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -266,12 +280,13 @@ def consumer(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     dtype: gl.constexpr = dk_desc.dtype
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
-    my_values = values.memory.index(WHICH)
     v = values.tile(WHICH)
 
     ds = gl.zeros([KEYS, ROWS], dtype, p_layout)
     dk = gl.zeros([KEYS, D], gl.float32, o_layout)
     dv = gl.zeros([KEYS, D], gl.float32, o_layout)
+    # Of dQ and dK; None where dS has it.
+    factor = scale if SCALE_OUTSIDE else None
     stage = 0  # of the stream's next step, and its phase; dS(i - 1) lies in buffer `stage ^ 1`
     phase = 0
     returned = 0  # tiles of the fp32 copy, modulo 2
@@ -293,13 +308,10 @@ def consumer(
         steps = read(note, STEPS)
         my_keys = keys.tile(slot).slice(WHICH * KEYS, KEYS)
         s_token, dk_token = issue_scores(ds, dk, continued, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH)
-        store_wait(0)  # dV of the tile before has left
-        mbarrier.arrive(values_free.index(WHICH), count=1)
         s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
-        y, slope = activated(s, scale, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, WHICH)
+        weight = read_float(note, WEIGHT)
+        y, slope = activated(s, scale, weight, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, WHICH)
         p = gl.convert_layout(pinned(y).to(dtype), p_layout)
-        if SCALE_INSIDE:
-            slope = slope * read_float(note, INSIDE)
         slope = pinned(slope)
         if WITH_DK:
             dk = warpgroup_mma_wait(0, deps=[dk_token])
@@ -316,8 +328,9 @@ def consumer(
             last_from = read(old_note, LAST_FROM)
             is_last = read(old_note, STEPS) > last_from
             returned = hand_over(
-                dq, read_float(old_note, FACTOR), dq_desc, partial, 0, dq_empty, stage, is_last, last_from, returned, DQ, WHICH
-            )
+                dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot, DQ, WITH_DV),
+                is_last, last_from, returned, DQ, WHICH,
+            )  # fmt: skip
         values.wait_full(WHICH, taken & 1)
         dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         arrive(TURN + (1 - WHICH), CONSUMERS)
@@ -331,12 +344,11 @@ def consumer(
         if WITH_DK:
             old_tile = keys.tile(slot ^ 1).slice(WHICH * KEYS, KEYS)
             old = keys.memory.index(slot ^ 1).slice(WHICH * KEYS, KEYS, dim=2)
-            send(dk, old_note, FACTOR, old_tile, old, dk_desc, STRIDE_DK, WHICH)
+            send_dk(dk, factor, old_note, old_tile, old, dk_desc, STRIDE_DK, WHICH)
         phase ^= stage
         stage ^= 1
 
         current = slot
-        factor = read_float(note, FACTOR)
         last_from = read(note, LAST_FROM)
         never = read(note, NOTHING)
         for step in range(1, steps):
@@ -349,10 +361,8 @@ def consumer(
                 ds, dk, step > 1, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH
             )
             s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
-            y, slope = activated(s, scale, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, WHICH)
+            y, slope = activated(s, scale, weight, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, WHICH)
             p = gl.convert_layout(pinned(y).to(dtype), p_layout)
-            if SCALE_INSIDE:
-                slope = slope * read_float(note, INSIDE)
             slope = pinned(slope)
             if WITH_DK:
                 dk = warpgroup_mma_wait(0, deps=[dk_token])
@@ -366,8 +376,9 @@ def consumer(
             if DQ != NONE:
                 dq = warpgroup_mma_wait(1 if WITH_DV else 0, deps=[dq_token])
                 returned = hand_over(
-                    dq, factor, dq_desc, partial, current ^ slot, dq_empty, stage, step > last_from, last_from, returned, DQ, WHICH
-                )
+                    dq, factor, dq_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, WITH_DV),
+                    step > last_from, last_from, returned, DQ, WHICH,
+                )  # fmt: skip
             dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             arrive(TURN + (1 - WHICH), CONSUMERS)
             if WITH_DV:
@@ -383,8 +394,9 @@ def consumer(
         if steps == 1:
             store_wait(0)
             mbarrier.arrive(keys_free, count=1)
+        mbarrier.arrive(values_free.index(WHICH), count=1)
         if WITH_DV:
-            send(dv, note, DV_FACTOR, v, my_values, dv_desc, STRIDE_DV, WHICH)
+            hand_over_dv(dv, note, dv_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, WITH_DV), WHICH)
         continued = steps > 1
     if mine > 0:
         slot = (mine - 1) & 1
@@ -398,12 +410,15 @@ def consumer(
             mbarrier.arrive(met, count=1)
             last_from = read(note, LAST_FROM)
             is_last = read(note, STEPS) > last_from
-            hand_over(dq, read_float(note, FACTOR), dq_desc, partial, 0, dq_empty, stage, is_last, last_from, returned, DQ, WHICH)
+            hand_over(
+                dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot ^ 1, DQ, WITH_DV),
+                is_last, last_from, returned, DQ, WHICH,
+            )  # fmt: skip
             mbarrier.wait(met, mine & 1)
         if WITH_DK:
             old_tile = keys.tile(slot).slice(WHICH * KEYS, KEYS)
             old = keys.memory.index(slot).slice(WHICH * KEYS, KEYS, dim=2)
-            send(dk, note, FACTOR, old_tile, old, dk_desc, STRIDE_DK, WHICH)
+            send_dk(dk, factor, note, old_tile, old, dk_desc, STRIDE_DK, WHICH)
     store_wait(0)
 
 
@@ -425,10 +440,10 @@ def consumer(
 def backward_kernel(
     q_desc, k_desc, v_desc, d_out_desc, dq_desc, copy_desc, dk_desc, dv_desc,
     records_ptr, counters_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
-    activate: gl.constexpr, factors: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    activate: gl.constexpr, factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
     STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_INSIDE: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr,
     MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -448,10 +463,11 @@ def backward_kernel(
     partial = new_buffers(gl.float32, 2, ROWS, D // 2, copy_layout)  # dQ on its way, one a consumer
     notes = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # The tile that never was: nothing of it is written.
-    write_note(notes.index(1), 0, 0, 0, RAGGED, 0, scale, scale, scale, 0, 0, 4)
+    write_note(notes.index(1), 0, 0, 0, RAGGED, 0, scale, scale, 0, 0, 4)
     values_free = new_barriers(2)
     dq_empty = new_barriers(2)
-    dq_left = new_barriers(2)
+    dq_left = new_barriers(4)
+    dv_left = new_barriers(2)
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_free, count=2)
@@ -460,28 +476,30 @@ def backward_kernel(
         [
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_INSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 0,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 0,
             )),
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_INSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 1,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 1,
             )),
             (query_producer, (
                 q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
                 KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, Q_SHARED, DQ,
             )),
             (key_producer, (
-                k_desc, v_desc, keys, values, notes, values_free, keys_free,
-                records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factors, FOLD,
-                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_INSIDE, DQ,
+                k_desc, v_desc, dv_desc, keys, values, notes, values_free, keys_free, partial, dq_empty, dq_left, dv_left,
+                records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factor_of, FOLD,
+                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_OUTSIDE, DQ, WITH_DV,
             )),
             (reducer, (
-                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, 0,
+                dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
+                records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, WITH_DV, 0,
             )),
             (reducer, (
-                dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, 1,
+                dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
+                records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, WITH_DV, 1,
             )),
         ],
         [4, 1, 1, 1, 1],

@@ -25,6 +25,7 @@ from gdpa.backends.gpu import (
     multiprocessors,
     on_device,
     plain_scales,
+    precision_of,
     ragged_geometry,
     target_architecture,
 )
@@ -265,12 +266,12 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDes
 
 def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
-    functions = device_functions(problem.activations, fast=problem.dtype == torch.bfloat16, frontend="gluon")
+    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
     mask_tail = _needs_mask(problem)
     count = consumers(problem)
     # A mask would part the pairs of packed scores. At D = 64 they are no faster, or spill.
     packed = functions.open_packed is not None and problem.head_dim == 128 and not mask_tail and _has_many_rows(problem)
-    # Worth up to 4 %. The longer activations of fp16 and a mask have no registers to spare for it, nor has any with three consumers.
+    # Worth up to 4 %, in fp16 up to 10 %. A mask has no registers to spare for it, nor has any activation with three consumers.
     early = DIVIDES.value and not mask_tail and count == 2
     return {
         "activate": functions.open_packed if packed else functions.scaled,

@@ -17,6 +17,7 @@ from gdpa.backends.gpu import (
     multiprocessors,
     on_device,
     plain_scales,
+    precision_of,
     ragged_geometry,
     target_architecture,
 )
@@ -344,13 +345,12 @@ def _constants(
     """The kernel's compile-time arguments, in its order."""
     q, k, v, d_out = tensors
     dq, _, dk, dv = outputs
-    fast = problem.dtype == torch.bfloat16
-    functions = device_functions(problem.activations, fast=fast, frontend="gluon")
+    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
     # Sums over the query heads of a key head share their factors, so activations that differ between heads leave none out.
     fold = len(problem.activations) == 1 or problem.group == 1
     return {
-        "activate": functions.scaled_pair if fold else functions.pair,
-        "factors": functions.pair_factors,
+        "activate": functions.weighted_pair if fold else functions.pair,
+        "factor_of": functions.weighted_factor,
         "FOLD": fold,
         "KV_HEADS": problem.kv_heads,
         "GROUP": problem.group,
@@ -366,8 +366,8 @@ def _constants(
         "PAIRED": is_paired(problem, multiprocessor_count),
         "Q_SHARED": problem.query_side == "shared",
         "SCALE_PER_SEQUENCE": out_scale is not None,
-        # float16 may not have the range for dS without it.
-        "SCALE_INSIDE": not fast,
+        # float16 may not have the range for dS with it: it may be small.
+        "SCALE_OUTSIDE": problem.dtype == torch.float16,
         "MASK_TAIL": not all(Activation.from_key(key).tail_safe for key in problem.activations),
         "DQ": way_of_dq(problem, needs[0]),
         "ORDERED": problem.deterministic,

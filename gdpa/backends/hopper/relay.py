@@ -30,7 +30,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import add_async, load_async, partition_barrier, reinterpret, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, await_count, count_up, join, look_at, see_what_was_counted, stores_done
-from gdpa.backends.hopper.tiles import ROWS, TILE, block_count, find_tile, split, tile_count, turned
+from gdpa.backends.hopper.tiles import (
+    DV_FACTOR,
+    KEYS,
+    ROWS,
+    TILE,
+    block_count,
+    find_tile,
+    lay_out,
+    read_float,
+    split,
+    tile_count,
+    turned,
+)
 
 # The way of dQ.
 NONE: gl.constexpr = gl.constexpr(0)  # nobody asked for it
@@ -82,10 +94,29 @@ def find_rank(row, count, here, steps, rotating, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def rounded_view(memory, desc):
-    """The staging memory of dQ as its rounded values lie in it."""
+    """The staging memory as rounded values lie in it: a consumer's columns of dQ, or its keys' rows of dV."""
     layout: gl.constexpr = desc.layout
-    shape: gl.constexpr = [1, 1, memory.shape[2], memory.shape[3]]
+    shape: gl.constexpr = desc.block_type.shape
     return reinterpret(memory, desc.dtype, shape, layout)
+
+
+@gluon.jit
+def handed(stage, slot, DQ: gl.constexpr, WITH_DV: gl.constexpr):
+    """How often a consumer has handed something over, modulo 2: dQ for every step, dV for every tile."""
+    if DQ == NONE:
+        return slot
+    return stage ^ slot if WITH_DV else stage
+
+
+@gluon.jit
+def hand_over_dv(dv, note, dv_desc, partial, hidden, dq_empty, phase, WHICH: gl.constexpr):
+    """Lay dV of this consumer's keys out for the reducer, in the staging memory of dQ. In the memory of V, as dK in that of K, it would
+    keep the next tile's values waiting, which are needed in its first step: 16 % of the time at 256 keys."""
+    mbarrier.wait(dq_empty.index(WHICH), phase)
+    rounded = rounded_view(partial.memory.index(WHICH + hidden), dv_desc)
+    lay_out(dv, read_float(note, DV_FACTOR), note, rounded.reshape([rounded.shape[2], rounded.shape[3]]))
+    fence_async_shared()
+    arrive(DQ_FULL + WHICH, PAIR)
 
 
 @gluon.jit
@@ -104,17 +135,24 @@ def unplace(x, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
 def hand_over(
     dq, factor, dq_desc, partial, hidden, dq_empty, phase, is_last, last_from, returned, DQ: gl.constexpr, WHICH: gl.constexpr
 ):
-    """Lay this consumer's columns of dQ out for the reducer. Returns how many tiles of the fp32 copy have come back, modulo 2."""
+    """Lay this consumer's columns of dQ out for the reducer. Returns how many tiles of the fp32 copy have come back, modulo 2.
+
+    `hidden` is 0, which the compiler does not know. The branches on it keep it from moving what dQ becomes to where dP is issued: without
+    them, registers of both were spilled (up to 149 instructions a step).
+    """
     mbarrier.wait(dq_empty.index(WHICH), phase)
     memory = partial.memory.index(WHICH + hidden)
     COLUMNS: gl.constexpr = memory.shape[3]
     tile = memory.reshape([ROWS, COLUMNS])
     rounded = rounded_view(memory, dq_desc).reshape([ROWS, COLUMNS])
-    dq = dq * factor
+    if factor is not None:
+        dq = dq * factor
     if DQ == SHARED:
-        tile.store(place(dq, ROWS, COLUMNS))
+        if hidden == 0:
+            tile.store(place(dq, ROWS, COLUMNS))
     elif DQ == STORE:
-        rounded.store(dq.to(dq_desc.dtype))
+        if hidden == 0:
+            rounded.store(dq.to(dq_desc.dtype))
     else:
         if is_last:
             if last_from >= 0:  # LAST
@@ -133,18 +171,36 @@ def hand_over(
 
 
 @gluon.jit
+def send_dv(
+    dv_desc, partial, dq_empty, dq_left, dv_left, steps, where, STRIDE_DV: gl.constexpr, DQ: gl.constexpr, WHICH: gl.constexpr
+):
+    """Send off what `hand_over_dv` lays out at the end of a tile that ends after `steps` of the stream."""
+    end, row, head = where
+    if DQ != NONE:  # the dQ that was handed over last has left
+        mbarrier.wait(dq_left.index(2 * ((steps - 1) & 1) + WHICH), ((steps - 1) >> 1) & 1)
+    mbarrier.arrive(dq_empty.index(WHICH), count=1)
+    join(DQ_FULL + WHICH, PAIR)
+    store_async(dv_desc, [RAGGED, end, row + WHICH * KEYS, head * STRIDE_DV], rounded_view(partial.memory.index(WHICH), dv_desc))
+    store_wait(0)
+    if DQ != NONE:
+        mbarrier.arrive(dv_left.index(WHICH), count=1)
+
+
+@gluon.jit
 def reducer(
-    dq_desc, copy_desc, partial, dq_empty, dq_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
+    dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WHO: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DV: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     if DQ == NONE:
         tiles = 0
-    if WHO == 0 and tile_count(tiles, PAIRED) > 0:
+    if WHO == 0 and tile_count(tiles, PAIRED) > 0:  # dQ of the tile that never was, the first in the stream
         for which in gl.static_range(2):
             mbarrier.arrive(dq_empty.index(which), count=1)
-            join(DQ_FULL + which, PAIR)  # of the tile that never was
-    index = 0  # of the tile's first step in the stream
+            join(DQ_FULL + which, PAIR)
+            mbarrier.arrive(dq_left.index(which), count=1)
+    index = 1  # of the tile's first dQ in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
             taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
@@ -170,12 +226,16 @@ def reducer(
             seen = 0
             if DQ == RELAY:
                 seen = look_at(counter)
-            if index + step > 0:  # the other reducer's copies have left the staging memory
-                mbarrier.wait(dq_left.index(1 - WHO), ((index + step - 1) >> 1) & 1)
+            # The staging memory, one half a consumer, is free when what was handed over before has left it: the other reducer's dQ,
+            # and, before the tile's last dQ, its dV. A barrier tells its last two phases apart, no more, so none is waited for before
+            # the one ahead of it is over: hence both waits.
+            for which in gl.static_range(2):
+                mbarrier.wait(dq_left.index(2 * (1 - WHO) + which), ((index + step - 1) >> 1) & 1)
+                if WITH_DV and step == steps - 1:
+                    mbarrier.wait(dv_left.index(which), taken & 1)
+                if DQ != RELAY or not comes_back:
+                    mbarrier.arrive(dq_empty.index(which), count=1)
             if DQ == RELAY:
-                if not comes_back:
-                    for which in gl.static_range(2):
-                        mbarrier.arrive(dq_empty.index(which), count=1)
                 needed = find_rank(row, count, here, steps, rotating, KV_HEADS) if ORDERED else 1
                 needed = gl.where(is_first, 0, gl.where(is_last, count - 1, needed))
                 if (seen < needed) & (first_until < steps):
@@ -191,9 +251,6 @@ def reducer(
                             partial.memory.index(which),
                         )
                         mbarrier.arrive(dq_empty.index(which), count=1)
-            else:
-                for which in gl.static_range(2):
-                    mbarrier.arrive(dq_empty.index(which), count=1)
             for which in gl.static_range(2):
                 join(DQ_FULL + which, PAIR)
                 where = [RAGGED, q_start + q_length, q_row, column + which * (D // 2)]
@@ -213,10 +270,10 @@ def reducer(
                             add_async(dq_desc, where, rounded_view(memory, dq_desc))
                         else:
                             add_async(copy_desc, where, memory)
-            if DQ == SHARED and ORDERED:
-                stores_done()  # one addition after the other
-            store_wait(0)
-            mbarrier.arrive(dq_left.index(WHO), count=1)
+                if DQ == SHARED and ORDERED:
+                    stores_done()  # one addition after the other
+                store_wait(0)
+                mbarrier.arrive(dq_left.index(2 * WHO + which), count=1)
             if DQ == RELAY and not ends:
                 stores_done()
                 count_up(counter)

@@ -16,12 +16,11 @@ LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 where every step
 KEY_END: gl.constexpr = gl.constexpr(2)  # the sequence's end among all keys,
 KEY_ROW: gl.constexpr = gl.constexpr(3)  # the tile's first key, as a row of a ragged descriptor,
 HEAD: gl.constexpr = gl.constexpr(4)  # and its head
-FACTOR: gl.constexpr = gl.constexpr(5)  # of dK and dQ; a float's bits, as the next two
+WEIGHT: gl.constexpr = gl.constexpr(5)  # of f', so that dS has it; a float's bits, as the next
 DV_FACTOR: gl.constexpr = gl.constexpr(6)
-INSIDE: gl.constexpr = gl.constexpr(7)  # of f', where the range of dS wants it
-QUERIES: gl.constexpr = gl.constexpr(8)
-START: gl.constexpr = gl.constexpr(9)  # the tile's first step
-NOTHING: gl.constexpr = gl.constexpr(10)  # 0, which the compiler does not know
+QUERIES: gl.constexpr = gl.constexpr(7)
+START: gl.constexpr = gl.constexpr(8)  # the tile's first step
+NOTHING: gl.constexpr = gl.constexpr(9)  # 0, which the compiler does not know
 FIELDS: gl.constexpr = gl.constexpr(16)
 
 
@@ -39,8 +38,20 @@ def read_float(note, FIELD: gl.constexpr):
 
 
 @gluon.jit
+def lay_out(result, factor, note, memory):
+    """Round a tile's dK or dV, with its factor unless None, into shared memory. No queries: zeros, whatever the keys hold. A branch,
+    since a select of rounded values, which the compiler makes of one before, takes them apart and costs three instructions each."""
+    if read(note, QUERIES) == 0:
+        memory.store(gl.zeros_like(result).to(memory.dtype))
+    else:
+        if factor is not None:
+            result = result * factor
+        memory.store(result.to(memory.dtype))
+
+
+@gluon.jit
 def write_note(
-    note, steps, last_from, k_end, k_row, head, factor, dv_factor, inside, q_length, start, WARPS: gl.constexpr
+    note, steps, last_from, k_end, k_row, head, weight, dv_factor, q_length, start, WARPS: gl.constexpr
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     field = gl.arange(0, FIELDS, layout)
@@ -49,9 +60,8 @@ def write_note(
     numbers = gl.where(field == KEY_END, k_end, numbers)
     numbers = gl.where(field == KEY_ROW, k_row, numbers)
     numbers = gl.where(field == HEAD, head, numbers)
-    numbers = gl.where(field == FACTOR, factor.to(gl.int32, bitcast=True), numbers)
+    numbers = gl.where(field == WEIGHT, weight.to(gl.int32, bitcast=True), numbers)
     numbers = gl.where(field == DV_FACTOR, dv_factor.to(gl.int32, bitcast=True), numbers)
-    numbers = gl.where(field == INSIDE, inside.to(gl.int32, bitcast=True), numbers)
     numbers = gl.where(field == QUERIES, q_length, numbers)
     numbers = gl.where(field == START, start, numbers)
     note.store(numbers)

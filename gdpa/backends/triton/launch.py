@@ -19,6 +19,7 @@ from gdpa.backends.gpu import (
     architecture,
     example,
     mappable,
+    precision_of,
     ragged_geometry,
     target_architecture,
 )
@@ -183,14 +184,11 @@ class Call:
         pair = functions.scaled_pair if fold else functions.pair
         return {"activate_pair": pair, "pair_factors": functions.pair_factors, "FOLD": fold}
 
-    @property
-    def fast(self) -> bool:
-        return self.problem.dtype == torch.bfloat16 and self.arch >= 80
-
     def activation(self) -> Any:
-        """The device functions. bf16 on NVIDIA takes the approximate instructions: they err less than its rounding
-        of P and dS. fp16 rounds eight times finer, and with them passed the error budget by a tenth."""
-        return device_functions(self.problem.activations, fast=self.fast)
+        """The device functions: on NVIDIA in approximate instructions that err less than the rounding of P and dS."""
+        return device_functions(
+            self.problem.activations, precision=precision_of(self.problem.dtype) if self.arch >= 80 else "float32"
+        )
 
 
 def _width(size: int) -> int:
