@@ -54,6 +54,25 @@ class TestPlan:
         assert launch.way_of_dq(problem, False) == launch.NONE
 
     @pytest.mark.parametrize(
+        ("form", "keys", "way"),
+        [
+            ("dense", 256, "THROUGH_DQ"),
+            ("dense", 1024, "THROUGH_DQ"),
+            ("dense", 1025, "THROUGH_V"),
+            ("dense-key", 512, "THROUGH_DQ"),
+            ("packed", 64, "THROUGH_V"),
+            ("shared-query", 64, "THROUGH_V"),
+        ],
+    )
+    def test_the_way_of_dv(self, form, keys, way):
+        """Jagged keys go through V whatever their lengths, which the host does not know."""
+        from gdpa.backends.hopper import launch_backward as launch
+
+        problem = make_case(form, q_lengths=(3,) * 4, k_lengths=(keys,) * 4, heads=4, head_dim=8).problem
+        assert launch.way_of_dv(problem, True) == getattr(launch, way)
+        assert launch.way_of_dv(problem, False) == launch.NONE
+
+    @pytest.mark.parametrize(
         ("form", "keys", "copied"),
         [("dense", 128, False), ("dense", 512, False), ("dense", 513, True), ("dense-key", 512, False), ("packed", 200, True)],
     )

@@ -7,7 +7,7 @@ One persistent program a multiprocessor walks over tiles: 128 keys of one (seque
 group, 64 a step. Nothing but q, k, v and dO is read, and each score is computed once: five products a step. The partitions:
 
     query_producer   one warp: copies the queries and dO of each step into shared memory
-    key_producer     one warp: the keys and values of each tile, and a note of all that the consumers must know of it; sends dV off
+    key_producer     one warp: the keys and values of each tile, and a note of all that the consumers must know of it; may send dV off
     consumer 0       a warpgroup that owns keys 0 to 63: their scores, transposed, and their dK and dV, in registers over the whole tile
     consumer 1       the same for keys 64 to 127
     reducer 0, 1     one warp each, every second step: send its dQ off
@@ -28,9 +28,10 @@ compiler would wait after each one. Registers bound the order: dK and dV take 12
 and dS 16. The consumers take turns, each with its first two products, then each with its other three: while one activates or makes dS,
 the other multiplies. That dQ lags a step is what lets them: it waits for both.
 
-When step i opens a tile, dV of the tile before is on its way out through the staging memory of dQ, between that of steps i - 2 and i - 1;
-dK leaves when both consumers are done with dQ(i - 1), through the memory of K, which has two slots. The first step of a program
-completes a tile that never was: its rows lie past the end of everything, so that nothing is written.
+When step i opens a tile, dV of the tile before is on its way out: through the memory of V, whose next tile is not needed before dP(i), or
+through the staging memory of dQ, between those of steps i - 2 and i - 1 (`relay.THROUGH_DQ`). dK leaves when both consumers are done with
+dQ(i - 1), through the memory of K, which has two slots. The first step of a program completes a tile that never was: its rows lie past the
+end of everything, so that nothing is written.
 
 f' is multiplied by what dQ and dK have in common with their factors, in constants that f' has anyway (folding.WEIGHT), so that dQ, a
 quarter of the registers of a step, needs no multiplication of its own.
@@ -45,12 +46,12 @@ tile a program takes, and what it must know of it.
     partial.full + consumer  the copy engine                                  the consumer, to add to what came back (LAST)
     EMPTY + stage            both consumers, dK(i - 1) done                   the query producer, to load step i + 1
     DS + 2 * (i % 2) + c     consumer c, dS(i) in shared memory               the other one, for dQ(i)
-    DQ_FULL + consumer       the consumer                                     the step's reducer, at a tile's end the key producer
-    dq_left + 2 * r + c      reducer r, consumer c's columns have left        the other reducer, at a tile's end the key producer
-    dv_left + consumer       the key producer, dV has left                    the reducer of the tile's last step
+    DQ_FULL + consumer       the consumer                                     the step's reducer; the key producer, for dV
+    dq_left + 2 * r + c      reducer r, consumer c's columns have left        the other reducer; the key producer, for dV
+    dv_left + consumer       the key producer, dV has left (THROUGH_DQ)       the reducer of the tile's last step
     dq_empty + consumer      whose turn is next, after that                   the consumer, to hand the next one over
     counters                 a reducer, a step's dQ is written                the reducers of other programs (in global memory)
-    values_free + consumer   the consumer, the tile's last dP is done         the key producer, to load the next tile's values
+    values_free + consumer   the consumer, its dP is done, dV not in the way  the key producer, to load the next tile's values
     keys_free                both consumers, dK has left                      the key producer, to load the keys of the tile after the next
     met                      both consumers, dQ of the tile before done       both, to write dK where its keys were
     TURN + consumer          the other consumer, its products issued          the consumer, to issue its own
@@ -65,8 +66,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
-from gdpa.backends.hopper.relay import NONE, find_relay, hand_over, hand_over_dv, handed, reducer, send_dv
+from gdpa.backends.hopper.relay import NONE, THROUGH_DQ, THROUGH_V, find_relay, hand_over, hand_over_dv, handed, reducer, send_dv
 from gdpa.backends.hopper.tiles import (
+    DV_FACTOR,
     FIELDS,
     HEAD,
     KEY_END,
@@ -106,7 +108,7 @@ def key_producer(
     records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
     factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DV: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
-    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, DQ: gl.constexpr, WITH_DV: gl.constexpr,
+    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, DQ: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     stream = 0  # steps so far
     old_end, old_row, old_head = 0, 0, 0  # where dV of the tile before goes
@@ -139,18 +141,20 @@ def key_producer(
         keys.expect(slot)
         load_async(k_desc, [RAGGED, k_end, k_row, head * STRIDE_K], keys.full.index(slot), keys.memory.index(slot))
         for which in gl.static_range(2):
-            if taken > 0:
+            if DV == THROUGH_V:
+                mbarrier.wait(values_free.index(which), taken & 1)
+            elif taken > 0:
                 mbarrier.wait(values_free.index(which), (taken - 1) & 1)
             values.expect(which)
             load_async(
                 v_desc, [RAGGED, k_end, k_row + which * KEYS, head * STRIDE_V], values.full.index(which), values.memory.index(which)
             )
-            if WITH_DV and taken > 0:
+            if DV == THROUGH_DQ and taken > 0:
                 old = (old_end, old_row, old_head)
                 send_dv(dv_desc, partial, dq_empty, dq_left, dv_left, stream, old, STRIDE_DV, DQ, which)
         stream += steps
         old_end, old_row, old_head = k_end, k_row, head
-    if WITH_DV and mine > 0:
+    if DV == THROUGH_DQ and mine > 0:
         for which in gl.static_range(2):
             mbarrier.wait(values_free.index(which), (mine - 1) & 1)  # the last tile has come to its end
             old = (old_end, old_row, old_head)
@@ -200,9 +204,9 @@ def query_producer(
 
 
 @gluon.jit
-def send_dk(dk, factor, note, tile, memory, desc, STRIDE: gl.constexpr, WHICH: gl.constexpr):
-    """Round dK and send it off: through shared memory, so that the copy engine writes whole rows and stops at the sequence's end."""
-    lay_out(dk, factor, note, tile)
+def send(result, factor, note, tile, memory, desc, STRIDE: gl.constexpr, WHICH: gl.constexpr):
+    """Round dK or dV and send it off: through shared memory, so that the copy engine writes whole rows and stops at the sequence's end."""
+    lay_out(result, factor, note, tile)
     fence_async_shared()
     partition_barrier()
     store_async(desc, [RAGGED, read(note, KEY_END), read(note, KEY_ROW) + WHICH * KEYS, read(note, HEAD) * STRIDE], memory)
@@ -271,9 +275,9 @@ def give_ds(dp, slope, ds_memory, buffer, dtype: gl.constexpr, layout: gl.conste
 def consumer(
     dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
     tiles, scale,
-    activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, D: gl.constexpr,
+    activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
     PAIRED: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
-    DQ: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr, WHICH: gl.constexpr,
+    DQ: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -308,6 +312,9 @@ def consumer(
         steps = read(note, STEPS)
         my_keys = keys.tile(slot).slice(WHICH * KEYS, KEYS)
         s_token, dk_token = issue_scores(ds, dk, continued, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH)
+        if DV == THROUGH_V:
+            store_wait(0)  # dV of the tile before has left
+            mbarrier.arrive(values_free.index(WHICH), count=1)
         s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
         weight = read_float(note, WEIGHT)
         y, slope = activated(s, scale, weight, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, WHICH)
@@ -320,21 +327,21 @@ def consumer(
         join(TURN + WHICH, CONSUMERS)
         if DQ != NONE:
             dq_token = issue_dq(ds_memory, keys.tile(slot ^ 1), stage ^ 1, WHICH, D)
-        if WITH_DV:
+        if DV != NONE:
             dv = warpgroup_mma(p, d_out.tile(stage), dv, use_acc=False, is_async=True)
         if DQ != NONE:
-            dq = warpgroup_mma_wait(1 if WITH_DV else 0, deps=[dq_token])
+            dq = warpgroup_mma_wait(1 if DV != NONE else 0, deps=[dq_token])
             mbarrier.arrive(met, count=1)
             last_from = read(old_note, LAST_FROM)
             is_last = read(old_note, STEPS) > last_from
             returned = hand_over(
-                dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot, DQ, WITH_DV),
+                dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot, DQ, DV),
                 is_last, last_from, returned, DQ, WHICH,
             )  # fmt: skip
         values.wait_full(WHICH, taken & 1)
         dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         arrive(TURN + (1 - WHICH), CONSUMERS)
-        if WITH_DV:
+        if DV != NONE:
             dp, dv = warpgroup_mma_wait(0, deps=[dp_token, dv])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -344,7 +351,7 @@ def consumer(
         if WITH_DK:
             old_tile = keys.tile(slot ^ 1).slice(WHICH * KEYS, KEYS)
             old = keys.memory.index(slot ^ 1).slice(WHICH * KEYS, KEYS, dim=2)
-            send_dk(dk, factor, old_note, old_tile, old, dk_desc, STRIDE_DK, WHICH)
+            send(dk, factor, old_note, old_tile, old, dk_desc, STRIDE_DK, WHICH)
         phase ^= stage
         stage ^= 1
 
@@ -371,17 +378,17 @@ def consumer(
             join(TURN + WHICH, CONSUMERS)
             if DQ != NONE:
                 dq_token = issue_dq(ds_memory, keys.tile(current), stage ^ 1, WHICH, D)
-            if WITH_DV:
+            if DV != NONE:
                 dv = warpgroup_mma(p, d_out.tile(stage), dv, is_async=True)
             if DQ != NONE:
-                dq = warpgroup_mma_wait(1 if WITH_DV else 0, deps=[dq_token])
+                dq = warpgroup_mma_wait(1 if DV != NONE else 0, deps=[dq_token])
                 returned = hand_over(
-                    dq, factor, dq_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, WITH_DV),
+                    dq, factor, dq_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, DV),
                     step > last_from, last_from, returned, DQ, WHICH,
                 )  # fmt: skip
             dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             arrive(TURN + (1 - WHICH), CONSUMERS)
-            if WITH_DV:
+            if DV != NONE:
                 dp, dv = warpgroup_mma_wait(0, deps=[dp_token, dv])
             else:
                 dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -394,9 +401,12 @@ def consumer(
         if steps == 1:
             store_wait(0)
             mbarrier.arrive(keys_free, count=1)
-        mbarrier.arrive(values_free.index(WHICH), count=1)
-        if WITH_DV:
-            hand_over_dv(dv, note, dv_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, WITH_DV), WHICH)
+        if DV == THROUGH_V:
+            send(dv, read_float(note, DV_FACTOR), note, v, values.memory.index(WHICH), dv_desc, STRIDE_DV, WHICH)
+        else:
+            mbarrier.arrive(values_free.index(WHICH), count=1)
+        if DV == THROUGH_DQ:
+            hand_over_dv(dv, note, dv_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, DV), WHICH)
         continued = steps > 1
     if mine > 0:
         slot = (mine - 1) & 1
@@ -411,14 +421,14 @@ def consumer(
             last_from = read(note, LAST_FROM)
             is_last = read(note, STEPS) > last_from
             hand_over(
-                dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot ^ 1, DQ, WITH_DV),
+                dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot ^ 1, DQ, DV),
                 is_last, last_from, returned, DQ, WHICH,
             )  # fmt: skip
             mbarrier.wait(met, mine & 1)
         if WITH_DK:
             old_tile = keys.tile(slot).slice(WHICH * KEYS, KEYS)
             old = keys.memory.index(slot).slice(WHICH * KEYS, KEYS, dim=2)
-            send_dk(dk, factor, note, old_tile, old, dk_desc, STRIDE_DK, WHICH)
+            send(dk, factor, note, old_tile, old, dk_desc, STRIDE_DK, WHICH)
     store_wait(0)
 
 
@@ -444,7 +454,7 @@ def backward_kernel(
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
     STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr,
-    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, WITH_DV: gl.constexpr,
+    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -476,11 +486,11 @@ def backward_kernel(
         [
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 0,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 0,
             )),
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, WITH_DV, 1,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 1,
             )),
             (query_producer, (
                 q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
@@ -489,17 +499,17 @@ def backward_kernel(
             (key_producer, (
                 k_desc, v_desc, dv_desc, keys, values, notes, values_free, keys_free, partial, dq_empty, dq_left, dv_left,
                 records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factor_of, FOLD,
-                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_OUTSIDE, DQ, WITH_DV,
+                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_OUTSIDE, DQ, DV,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, WITH_DV, 0,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, DV, 0,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, WITH_DV, 1,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, DV, 1,
             )),
         ],
         [4, 1, 1, 1, 1],

@@ -36,6 +36,7 @@ FEWEST_MULTIPROCESSORS = 112
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED))
+THROUGH_V, THROUGH_DQ = (int(x.value) for x in (relay.THROUGH_V, relay.THROUGH_DQ))
 
 
 def way_of_dq(problem: Problem, needs_dq: bool) -> int:
@@ -45,6 +46,18 @@ def way_of_dq(problem: Problem, needs_dq: bool) -> int:
         return SHARED
     # Packed sequences of a single tile find out on the device.
     return STORE if problem.key_side != "packed" and problem.key_rows <= TILE else RELAY
+
+
+# Tiles that are short and alike end often and together: the next one's values should not wait for dV. Where dQ waits for other programs,
+# dV should not wait for dQ. Through V -> through dQ on an H200, of the floor, silu and gelu_tanh: 512 keys 0.775 -> 0.795 and
+# 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762; packed keys up to 2048 0.775 -> 0.740 and 0.724 -> 0.682.
+MOST_KEYS_THROUGH_DQ = 1024
+
+
+def way_of_dv(problem: Problem, needs_dv: bool) -> int:
+    if not needs_dv:
+        return NONE
+    return THROUGH_DQ if problem.key_side != "packed" and problem.key_rows <= MOST_KEYS_THROUGH_DQ else THROUGH_V
 
 
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
@@ -272,6 +285,7 @@ def _recipe_key(
         *(x.stride()[-3:] for x in tensors),
         out_scale is None,
         way_of_dq(problem, needs[0]),
+        way_of_dv(problem, needs[2]),
         is_paired(problem, multiprocessors(q.device)),
         problem.deterministic,
         needs,
@@ -372,7 +386,7 @@ def _constants(
         "DQ": way_of_dq(problem, needs[0]),
         "ORDERED": problem.deterministic,
         "WITH_DK": needs[1],
-        "WITH_DV": needs[2],
+        "DV": way_of_dv(problem, needs[2]),
     }
 
 

@@ -50,6 +50,12 @@ STORE: gl.constexpr = gl.constexpr(1)  # every tile is ALONE
 RELAY: gl.constexpr = gl.constexpr(2)
 SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
 
+# The way of dV, or NONE.
+THROUGH_V: gl.constexpr = gl.constexpr(1)  # its consumer sends it off through the memory of V; the next tile's values wait for that
+THROUGH_DQ: gl.constexpr = gl.constexpr(
+    2
+)  # the key producer does, through the staging memory of dQ; the tile's last dQ waits for that
+
 # The named barrier of a consumer that has handed dQ over, and the threads that open it: the consumer's and a single warp's.
 DQ_FULL: gl.constexpr = gl.constexpr(12)
 PAIR: gl.constexpr = gl.constexpr(160)
@@ -101,11 +107,11 @@ def rounded_view(memory, desc):
 
 
 @gluon.jit
-def handed(stage, slot, DQ: gl.constexpr, WITH_DV: gl.constexpr):
+def handed(stage, slot, DQ: gl.constexpr, DV: gl.constexpr):
     """How often a consumer has handed something over, modulo 2: dQ for every step, dV for every tile."""
     if DQ == NONE:
         return slot
-    return stage ^ slot if WITH_DV else stage
+    return stage ^ slot if DV == THROUGH_DQ else stage
 
 
 @gluon.jit
@@ -191,7 +197,7 @@ def reducer(
     dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr,
-    DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DV: gl.constexpr, WHO: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     if DQ == NONE:
         tiles = 0
@@ -231,7 +237,7 @@ def reducer(
             # the one ahead of it is over: hence both waits.
             for which in gl.static_range(2):
                 mbarrier.wait(dq_left.index(2 * (1 - WHO) + which), ((index + step - 1) >> 1) & 1)
-                if WITH_DV and step == steps - 1:
+                if DV == THROUGH_DQ and step == steps - 1:
                     mbarrier.wait(dv_left.index(which), taken & 1)
                 if DQ != RELAY or not comes_back:
                     mbarrier.arrive(dq_empty.index(which), count=1)
