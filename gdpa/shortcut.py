@@ -319,7 +319,8 @@ def _plain_keys(tensors: tuple[Tensor, ...]) -> list[Any] | None:
     device, autograd and autocast."""
     added, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     keys = [(torch._C._dispatch_keys(x) | added) - left_out for x in tensors]
-    passing = _keys("BackendSelect", "ADInplaceOrView", f"Autograd{(kind := tensors[0].device.type.upper())}", f"Autocast{kind}")
+    kind = tensors[0].device.type.upper()
+    passing = _keys("BackendSelect", "ADInplaceOrView", f"Autograd{kind}", f"Autocast{kind}")
     plain = _keys(kind).raw_repr()
     return keys if all((own - passing).raw_repr() == plain for own in keys) else None
 

@@ -62,7 +62,10 @@ def graph_rows(workload: Workload, entry: Entry, modes: tuple[Mode, ...]) -> lis
 
 
 def replay_ms(call: Call, mode: Mode, d_out: Tensor) -> float:
-    """Milliseconds of one replay, the median of REPLAYS; the graph is captured on a side stream after a warm-up there."""
+    """Milliseconds of one replay, the median of REPLAYS; the graph is captured on a side stream after a warm-up there.
+
+    Each is queued behind another: on an idle device the time of its launch would be in it.
+    """
     stream = torch.cuda.Stream(d_out.device)
     stream.wait_stream(torch.cuda.current_stream(d_out.device))
     with torch.cuda.stream(stream):
@@ -72,7 +75,8 @@ def replay_ms(call: Call, mode: Mode, d_out: Tensor) -> float:
     with torch.cuda.graph(graph, stream=stream):
         timing.training_step(call, mode, d_out)
     graph.replay()
-    return statistics.median(timing.clock(graph.replay, d_out.device) for _ in range(REPLAYS))
+    torch.cuda.synchronize(d_out.device)
+    return statistics.median(timing.clock_behind(graph.replay, graph.replay)[1] for _ in range(REPLAYS))
 
 
 def schedule_row(workload: Workload, report: Report) -> dict[str, Any]:

@@ -33,8 +33,7 @@ through the staging memory of dQ, between those of steps i - 2 and i - 1 (`relay
 dQ(i - 1), through the memory of K, which has two slots. The first step of a program completes a tile that never was: its rows lie past the
 end of everything, so that nothing is written.
 
-f' is multiplied by what dQ and dK have in common with their factors, in constants that f' has anyway (folding.WEIGHT), so that dQ, a
-quarter of the registers of a step, needs no multiplication of its own.
+The factor of dQ and dK is a weight of f', inside constants that f' has anyway (folding.WEIGHT): dQ needs no multiplication of its own.
 
 `relay.py` is how dQ leaves: it sums over the tiles of a sequence, which different programs hold at about the same time. `tiles.py` is which
 tile a program takes, and what it must know of it.

@@ -50,11 +50,10 @@ STORE: gl.constexpr = gl.constexpr(1)  # every tile is ALONE
 RELAY: gl.constexpr = gl.constexpr(2)
 SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
 
-# The way of dV, or NONE.
-THROUGH_V: gl.constexpr = gl.constexpr(1)  # its consumer sends it off through the memory of V; the next tile's values wait for that
-THROUGH_DQ: gl.constexpr = gl.constexpr(
-    2
-)  # the key producer does, through the staging memory of dQ; the tile's last dQ waits for that
+# The way of dV, or NONE. Its consumer sends it off through the memory of V, and the next tile's values wait for that; or the key producer
+# does, through the staging memory of dQ, and the tile's last dQ waits.
+THROUGH_V: gl.constexpr = gl.constexpr(1)
+THROUGH_DQ: gl.constexpr = gl.constexpr(2)
 
 # The named barrier of a consumer that has handed dQ over, and the threads that open it: the consumer's and a single warp's.
 DQ_FULL: gl.constexpr = gl.constexpr(12)
@@ -116,8 +115,8 @@ def handed(stage, slot, DQ: gl.constexpr, DV: gl.constexpr):
 
 @gluon.jit
 def hand_over_dv(dv, note, dv_desc, partial, hidden, dq_empty, phase, WHICH: gl.constexpr):
-    """Lay dV of this consumer's keys out for the reducer, in the staging memory of dQ. In the memory of V, as dK in that of K, it would
-    keep the next tile's values waiting, which are needed in its first step: 16 % of the time at 256 keys."""
+    """Lay dV of this consumer's keys out for the key producer to send, in the staging memory of dQ. In the memory of V, as dK in that of
+    K, it would keep the next tile's values waiting, which are needed in its first step: 16 % of the time at 256 keys."""
     mbarrier.wait(dq_empty.index(WHICH), phase)
     rounded = rounded_view(partial.memory.index(WHICH + hidden), dv_desc)
     lay_out(dv, read_float(note, DV_FACTOR), note, rounded.reshape([rounded.shape[2], rounded.shape[3]]))
