@@ -24,7 +24,11 @@ from typing import Any
 
 import torch
 
+from gdpa import gates
 from gdpa.activations import Activation
+from gdpa.device_helpers import FAST as _FAST_HELPERS
+from gdpa.device_helpers import FAST_OF as _HELPERS_OF
+from gdpa.device_helpers import PORTABLE as _PORTABLE_HELPERS
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
 from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold, spelled
@@ -57,6 +61,9 @@ class DeviceFunctions:
             EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
             None where heads differ or the activation has no such form. Needs sm_90.
         finish_packed: `finish_packed(x, DTYPE) -> g`, a bfloat16 tile, as DTYPE must be; None where `open_packed` is.
+        relieved: `activate_relieved(s, scale, head) -> g`, that of `scaled` but for other approximations in some of the columns, which use
+            the special-function unit less (`gdpa.gates`). None where no columns are to, where heads differ or the activation has no such
+            form.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -71,11 +78,14 @@ class DeviceFunctions:
     weighted_factor: Any
     open_packed: Any
     finish_packed: Any
+    relieved: Any
     source: str
     path: Path
 
 
-def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> DeviceFunctions:
+def device_functions(
+    keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton", eighths: int = 0
+) -> DeviceFunctions:
     """Generate, write and import the device code of some activations.
 
     Args:
@@ -84,9 +94,10 @@ def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32",
         precision: the dtype that results are rounded to. Below float32 approximate NVIDIA instructions are used, with errors well below
             that rounding.
         frontend: `"triton"` or `"gluon"`, the language of the calling kernel.
+        eighths: how many of eight columns `relieved` has in its own form, 0 to 8.
 
     Raises:
-        GdpaError: a key is malformed, or the precision or the frontend is unknown.
+        GdpaError: a key is malformed, or the precision, the frontend or the number of eighths is none of those.
         ImportError: Triton is not installed.
     """
     import triton
@@ -95,14 +106,16 @@ def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32",
         raise GdpaError(f"frontend: expected one of {', '.join(_PREAMBLES)}, got {frontend!r}")
     if precision not in _NAMES:
         raise GdpaError(f"precision: expected one of {', '.join(_NAMES)}, got {precision!r}")
-    return _load(tuple(keys), precision, frontend, bool(triton.knobs.runtime.interpret))
+    if eighths not in range(gates.EIGHTHS + 1):
+        raise GdpaError(f"eighths: expected 0 to {gates.EIGHTHS}, got {eighths!r}")
+    return _load(tuple(keys), precision, frontend, bool(triton.knobs.runtime.interpret), eighths)
 
 
 @lru_cache(maxsize=256)
-def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interpreted: bool) -> DeviceFunctions:
+def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interpreted: bool, eighths: int) -> DeviceFunctions:
     # triton.jit decides when it decorates whether a function is interpreted, so `interpreted` is part of the memo.
-    source = generate(keys, precision=precision, frontend=frontend)
-    name = f"gdpa_activation_{_digest(keys, precision, frontend)}"
+    source = generate(keys, precision=precision, frontend=frontend, eighths=eighths)
+    name = f"gdpa_activation_{_digest(keys, precision, frontend, eighths)}"
     path = _write(f"{name}.py", source)
     module = _import(f"{name}_{'interpreted' if interpreted else 'compiled'}", path, source)
     return DeviceFunctions(
@@ -116,18 +129,20 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         weighted_factor=module.weighted_factor,
         open_packed=getattr(module, "open_packed", None),
         finish_packed=getattr(module, "finish_packed", None),
+        relieved=getattr(module, "activate_relieved", None),
         source=source,
         path=path,
     )
 
 
-def generate(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> str:
+def generate(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton", eighths: int = 0) -> str:
     """The text of the module that `device_functions` imports; the arguments are the same."""
     distinct = list(dict.fromkeys(keys))
     writer = _Writer(precision)
     folds = precision != "float32"
     functions: list[str] = []
     packed = None
+    relieved: list[str] = []
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
@@ -139,6 +154,8 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
         # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
         if precision == "bfloat16" and len(distinct) == 1:
             packed = writer.packed_function(i, expression)
+        if folds and eighths and len(distinct) == 1:
+            relieved = writer.relieved_functions(i, expression, eighths, _COLUMNS[frontend])
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
     if folds:
@@ -153,6 +170,9 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
         if packed is not None:
             functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS), packed]
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
+        if relieved:
+            functions += relieved
+            dispatch.append(_dispatch("activate_relieved", "relieved_value", "s, scale", "g", heads))
     else:
         dispatch += _UNFOLDED
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
@@ -250,161 +270,6 @@ def _dispatch(name: str, prefix: str, arguments: str, results: str, heads: dict[
     return "\n".join(lines)
 
 
-# Helper functions, by the operation they implement. Coefficients without a source are Taylor's.
-_PORTABLE_HELPERS = {
-    "exp": '''
-@jit
-def exp(x):
-    """2^k * 2^(r / log 2) with x = k log 2 + r, |r| < 0.35: tl.exp rounds x / log 2 whole and errs |x| * 6e-8, 5e-6 at 80."""
-    k = tl.floor(x * 1.4426950408889634 + 0.5)
-    r = (x - k * 0.693359375) - k * -2.12194440e-4
-    return tl.where(tl.abs(x) < 87.0, tl.exp2(k) * tl.exp2(r * 1.4426950408889634), tl.exp(x))
-''',
-    "tanh": '''
-@jit
-def tanh(x):
-    """Near 0 a polynomial (Cephes tanhf), so that the relative error stays below 3e-7; no overflow for large |x|."""
-    z = x * x
-    p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
-    small = (p - 3.33332819422e-1) * z * x + x
-    a = tl.abs(x)
-    large = 1.0 - 2.0 / (exp(2.0 * a) + 1.0)
-    return tl.where(a < 0.625, small, tl.where(x < 0.0, -large, large))
-''',
-    "sigmoid": '''
-@jit
-def sigmoid(x):
-    """exp overflows to inf for x < -88, and 1 / inf = 0 is right there."""
-    return 1.0 / (1.0 + exp(-x))
-''',
-    "expm1": '''
-@jit
-def expm1(x):
-    """Near 0 the series, which exp(x) - 1 would lose to cancellation."""
-    p = 1.0 + x * (1.0 / 7.0) * (1.0 + x * (1.0 / 8.0))
-    p = 1.0 + x * (1.0 / 4.0) * (1.0 + x * (1.0 / 5.0) * (1.0 + x * (1.0 / 6.0) * p))
-    small = x * (1.0 + x * 0.5 * (1.0 + x * (1.0 / 3.0) * p))
-    return tl.where(tl.abs(x) < 0.5, small, exp(x) - 1.0)
-''',
-    "log1p": '''
-@jit
-def log1p(x):
-    """Near 0 a polynomial (Cephes logf), which log(1 + x) would lose to the rounding of 1 + x."""
-    p = ((7.0376836292e-2 * x - 1.1514610310e-1) * x + 1.1676998740e-1) * x - 1.2420140846e-1
-    p = ((p * x + 1.4249322787e-1) * x - 1.6668057665e-1) * x + 2.0000714765e-1
-    p = (p * x - 2.4999993993e-1) * x + 3.3333331174e-1
-    z = x * x
-    return tl.where(tl.abs(x) < 0.29, x + (x * z * p - 0.5 * z), tl.log(1.0 + x))
-''',
-    "sinh": '''
-@jit
-def sinh(x):
-    """Near 0 the series; elsewhere from exp(|x| - log 2), which overflows only where sinh does."""
-    z = x * x
-    p = 1.0 + z * (1.0 / 42.0) * (1.0 + z * (1.0 / 72.0))
-    small = x * (1.0 + z * (1.0 / 6.0) * (1.0 + z * (1.0 / 20.0) * p))
-    half = exp(tl.abs(x) - 0.6931471805599453)
-    large = half - 0.25 / half
-    return tl.where(z < 1.0, small, tl.where(x < 0.0, -large, large))
-''',
-    "cosh": '''
-@jit
-def cosh(x):
-    """From exp(|x| - log 2), which overflows only where cosh does."""
-    half = exp(tl.abs(x) - 0.6931471805599453)
-    return half + 0.25 / half
-''',
-    "erfc": '''
-@jit
-def erfc(x):
-    """Numerical Recipes' Chebyshev fit: relative error below 1.2e-7 before rounding."""
-    a = tl.abs(x)
-    t = 1.0 / (1.0 + 0.5 * a)
-    p = ((0.17087277 * t - 0.82215223) * t + 1.48851587) * t - 1.13520398
-    p = ((p * t + 0.27886807) * t - 0.18628806) * t + 0.09678418
-    p = (p * t + 0.37409196) * t + 1.00002368
-    tail = t * exp(p * t - 1.26551223 - a * a)
-    return tl.where(x < 0.0, 2.0 - tail, tail)
-''',
-    "normal_cdf": '''
-@jit
-def normal_cdf(x):
-    """The standard normal distribution function."""
-    return 0.5 * tl.erf(x * 0.7071067811865476) + 0.5
-''',
-    "round": '''
-@jit
-def round(x):
-    """To the nearest integer, ties to even: adding 1.5 * 2^23 leaves no fraction bits."""
-    return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
-''',
-    "trunc": '''
-@jit
-def trunc(x):
-    """Towards zero."""
-    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
-''',
-    "sign": '''
-@jit
-def sign(x):
-    """-1, 0 or 1; 0 for nan, as torch has it."""
-    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
-''',
-    "pow": '''
-@jit
-def pow(x, y):
-    """x ** y for any sign of x: nan where x < 0 and y is no integer."""
-    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
-    integer = tl.floor(y) == y
-    odd = tl.floor(y * 0.5) * 2.0 != y
-    negative = tl.where(integer, tl.where(odd, -magnitude, magnitude), float("nan"))
-    result = tl.where(x < 0.0, negative, magnitude)
-    return tl.where((y == 0.0) | (x == 1.0), 1.0, result)
-''',
-}
-
-_FAST_HELPERS = {
-    "tanh": '''
-@jit
-def tanh(x):
-    """Relative error below 2^-11."""
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-''',
-    "reciprocal": '''
-@jit
-def reciprocal(x):
-    """One unit in the last place; 0 for |x| > 2^126."""
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-''',
-    "exp2": '''
-@jit
-def exp2(x):
-    """Two units in the last place; 0 below 2^-126."""
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-''',
-    "log2": '''
-@jit
-def log2(x):
-    """Absolute error below 2^-22."""
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-''',
-    "erf": '''
-@jit
-def erf(x):
-    """1 - 2^p(|x|), p cubic: absolute error below 1.7e-4."""
-    a = tl.abs(x)
-    magnitude = 1.0 - exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303))
-    return tl.where(x < 0.0, -magnitude, magnitude)
-''',
-}
-
-# What errs less than the rounding of results.
-_HELPERS_OF: dict[Precision, tuple[str, ...]] = {
-    "float32": (),
-    "float16": ("reciprocal", "exp2", "log2"),
-    "bfloat16": tuple(_FAST_HELPERS),
-}
-
 # Operations that are one expression; others are helpers.
 _TEMPLATES = {
     "neg": "-{0}",
@@ -484,7 +349,17 @@ class _Writer:
             lines.append(
                 f"# {'weight * ' if multiple == WEIGHT else ''}{label}(scale * s) = {product}, for the {label} of {name}_{number}"
             )
-        lines += ["@jit", f"def {own_name}(s, scale{', weight' if weighted else ''}):", *_powers(folded.scalars)]
+        lines += ["@jit", f"def {own_name}(s, scale{', weight' if weighted else ''}):", *self._body(folded)]
+        # A weighted f' has no factor, which nobody asks for.
+        free = [x for x, multiple in zip(folded.factors, multiples, strict=True) if multiple != WEIGHT]
+        factors = [f"    {letter} = {_scalar(factor)}" for letter, factor in zip("cd", free, strict=False)]
+        factor_lines = ["@jit", f"def factors_of_{own_name}(scale):", *_powers(folded.factors), *factors]
+        factor_lines.append(f"    return {', '.join('cd'[: len(free)])}")
+        return ["\n".join(lines), "\n".join(factor_lines)]
+
+    def _body(self, folded: Folded) -> list[str]:
+        """The lines of a function that computes the outputs."""
+        lines = _powers(folded.scalars)
         texts: dict[StepOperand, str] = {}
         for coefficient in folded.scalars:
             text = _scalar(coefficient)
@@ -495,13 +370,24 @@ class _Writer:
         shown = [i for i in range(len(folded.steps)) if i not in fused]
         texts |= {Ref(i): f"t{place}" for place, i in enumerate(shown)}
         lines += [f"    {texts[Ref(i)]} = {self._step(folded, i, texts)}" for i in shown]
-        lines.append(f"    return {', '.join(_output(x, texts) for x in folded.outputs)}")
-        # A weighted f' has no factor, which nobody asks for.
-        free = [x for x, multiple in zip(folded.factors, multiples, strict=True) if multiple != WEIGHT]
-        factors = [f"    {letter} = {_scalar(factor)}" for letter, factor in zip("cd", free, strict=False)]
-        factor_lines = ["@jit", f"def factors_of_{own_name}(scale):", *_powers(folded.factors), *factors]
-        factor_lines.append(f"    return {', '.join('cd'[: len(free)])}")
-        return ["\n".join(lines), "\n".join(factor_lines)]
+        return [*lines, f"    return {', '.join(_output(x, texts) for x in folded.outputs)}"]
+
+    def relieved_functions(self, number: int, expression: Expression, eighths: int, columns: str) -> list[str]:
+        """`relieved_value` and what it calls, beside the folded functions; none where the activation has no such form."""
+        gate = gates.gate_of(expression, self._precision)
+        if gate is not None:
+            own = [gates.HELPERS, gates.gated_function(f"gated_value_{number}", gate, self._precision)]
+            name = "gated_value"
+        else:
+            graph = spelled(expression.pair_for(self._precision).select(0), self._precision)
+            folded = gates.paired(fold(graph, (ONE,))) if self._precision == "float16" else None
+            if folded is None:
+                return []
+            own = ["\n".join(["@jit", f"def paired_value_{number}(s, scale):", *self._body(folded)])]
+            name = "paired_value"
+        choice = f"tl.where(relieved_columns(s), {name}_{number}(s, scale), scaled_value_{number}(s, scale))"
+        whole = ["@jit", f"def relieved_value_{number}(s, scale):", f"    return {choice}"]
+        return [gates.COLUMNS.format(columns=columns, count=eighths), *own, "\n".join(whole)]
 
     def packed_function(self, number: int, expression: Expression) -> str | None:
         """The f of `folded_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
@@ -614,10 +500,10 @@ def _literal(number: float) -> str:
     return "0.0" if abs(value) < torch.finfo(torch.float32).tiny else repr(value)
 
 
-def _digest(keys: tuple[str, ...], precision: Precision, frontend: str) -> str:
+def _digest(keys: tuple[str, ...], precision: Precision, frontend: str, eighths: int) -> str:
     import triton
 
-    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, precision, frontend, *keys)
+    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, precision, frontend, eighths, *keys)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 

@@ -255,15 +255,16 @@ _RULES: dict[str, Callable[..., Term]] = {
 # fitted to the normal distribution: the value errs 2.8e-4 at most and the derivative 9e-4. From exp2 both err less, but cost twice the
 # instructions and so many registers that an H200's forward ran at 202 TFLOP/s, against 545 in this form. float16 needs that: fitted with a
 # fifth power of x, which errs 9.4e-5, one of a thousand drawn problems was over the error budget.
+GELU_TANH = (_SQRT_2_OVER_PI, _SQRT_2_OVER_PI * _CUBIC)  # linear and cubic
+FITTED_GELU = (0.80015707, 0.0347008929)
 _GELU_TANH: dict[str, Callable[..., Term]] = {
-    "gelu_tanh": _gelu_by_tanh(_SQRT_2_OVER_PI, _SQRT_2_OVER_PI * _CUBIC),
-    "gelu_tanh_backward": _gelu_by_tanh_backward(_SQRT_2_OVER_PI, _SQRT_2_OVER_PI * _CUBIC),
+    "gelu_tanh": _gelu_by_tanh(*GELU_TANH),
+    "gelu_tanh_backward": _gelu_by_tanh_backward(*GELU_TANH),
 }
-_FITTED = (0.80015707, 0.0347008929)
 _OWN_RULES: dict[Precision, dict[str, Callable[..., Term]]] = {
     "float32": {},
     "float16": _GELU_TANH | {"gelu": _gelu_by_exp2, "gelu_backward": _gelu_by_exp2_backward},
-    "bfloat16": _GELU_TANH | {"gelu": _gelu_by_tanh(*_FITTED), "gelu_backward": _gelu_by_tanh_backward(*_FITTED)},
+    "bfloat16": _GELU_TANH | {"gelu": _gelu_by_tanh(*FITTED_GELU), "gelu_backward": _gelu_by_tanh_backward(*FITTED_GELU)},
 }
 
 

@@ -60,11 +60,13 @@ def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
     return expression
 
 
-def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> DeviceFunctions:
+def device_functions(
+    keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton", eighths: int = 0
+) -> DeviceFunctions:
     """Triton device code of the activations `keys`; see `gdpa.device_source.device_functions`."""
     from gdpa.device_source import device_functions as generate  # needs Triton, which this module does not
 
-    return generate(keys, precision=precision, frontend=frontend)
+    return generate(keys, precision=precision, frontend=frontend, eighths=eighths)
 
 
 def _refuse(what: str) -> UnsupportedActivation:
