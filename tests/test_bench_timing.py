@@ -270,14 +270,27 @@ def test_short_calls_are_repeated_in_the_rounds(gpu, monkeypatch):
     assert gpu.count("call") == 1 + 1 + 4
 
 
-def test_the_hosts_time_is_measured_with_an_empty_queue(gpu):
+def test_the_hosts_time_is_that_of_calls_in_a_row(gpu):
     task = timing.Task(lambda repeats: gpu.append("set-up") or (lambda: gpu.append("call")))
     us = timing.host_us(task, GPU, ms=50.0)
-    assert gpu == ["set-up", "synchronize", "call"] * 3 + ["synchronize"]  # few of them, since they are long
+    # Few of them, since they are long, and one more before them.
+    assert gpu == ["synchronize", *["set-up", "call"] * (1 + timing.LEAST_HOST_CALLS), "synchronize"]
     assert us > 0
     gpu.clear()
     timing.host_us(task, GPU, ms=0.1)
-    assert gpu.count("call") == timing.HOST_CALLS
+    assert gpu.count("call") == 1 + timing.HOST_CALLS
+
+
+def test_the_call_after_a_wait_does_not_count(gpu, monkeypatch):
+    takes, now = iter([1e-3, 7e-6]), 0.0
+
+    def call():
+        nonlocal now
+        now += next(takes)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing, "LEAST_HOST_CALLS", 1)
+    assert timing.host_us(timing.Task(lambda repeats: call), GPU, ms=1e6) == pytest.approx(7.0)
 
 
 def test_the_gpus_peak_is_what_a_call_adds(gpu, monkeypatch):

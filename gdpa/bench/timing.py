@@ -35,7 +35,7 @@ MOST_REPEATS = 8
 # The even and the odd rounds are two measurements of the same thing: medians further apart than this make a row noisy.
 NOISE = 0.03
 LEAST_ROUNDS_FOR_NOISE = 6
-HOST_CALLS, HOST_SECONDS = 20, 0.15
+HOST_CALLS, LEAST_HOST_CALLS, HOST_SECONDS = 20, 5, 0.15
 # About 50 microseconds of a GPU: longer than the host takes to queue a matmul.
 HEAD_START_CYCLES = 100_000
 # Rows of the square matrices that R is measured with, and bytes of the copy for W.
@@ -221,21 +221,23 @@ def _event() -> torch.cuda.Event:
 
 
 def host_us(task: Task, device: torch.device, ms: float) -> float | None:
-    """Microseconds from a call to its return, the device's queue empty; None on a CPU, where the call is the work.
+    """Microseconds from a call to its return, one call after the other; None on a CPU, where the call is the work.
 
-    A median over HOST_CALLS calls; fewer where they would take more than HOST_SECONDS.
+    A median over HOST_CALLS calls; fewer where they would take more than HOST_SECONDS. The host does not wait for the device in between,
+    as in training, and the first call, which comes after a wait, does not count: a host that has waited is slower, and the more so the
+    longer it did (cuDNN's forward on an H200's host: 34 microseconds after 0.4 ms, 59 after 20 ms, and up to 300 at times).
     """
     if device.type != "cuda":
         return None
     taken = []
-    for _ in range(max(3, min(HOST_CALLS, int(HOST_SECONDS * 1e3 / max(ms, 1e-3))))):
+    torch.cuda.synchronize(device)
+    for _ in range(1 + max(LEAST_HOST_CALLS, min(HOST_CALLS, int(HOST_SECONDS * 1e3 / max(ms, 1e-3))))):
         work = task.setup(1)
-        torch.cuda.synchronize(device)
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)
     torch.cuda.synchronize(device)
-    return statistics.median(taken) * 1e6
+    return statistics.median(taken[1:]) * 1e6
 
 
 class Rates(NamedTuple):
