@@ -33,9 +33,10 @@ from gdpa.errors import GdpaError
 from gdpa.expression import Expression
 from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold, spelled
 from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
+from gdpa.lifting import lift
 from gdpa.lowering import Precision
 
-GENERATOR_VERSION = 12
+GENERATOR_VERSION = 13
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class DeviceFunctions:
         pair: `activate_pair(s, head) -> (f(s), f'(s))`.
         scaled: `activate_scaled(s, scale, head) -> g`, with f(scale * s) = c * g.
         factor: `factor(scale, head) -> c`, a float32 scalar.
-        scaled_pair: `activate_pair_scaled(s, scale, head) -> (g, dg)`, with f(scale * s) = c * g and f'(scale * s) = d * dg. This
-            g and c may differ from those of `scaled` and `factor`.
+        scaled_pair: `activate_pair_scaled(s, scale, head) -> (g, dg)`, with f(scale * s) = c * g and f'(scale * s) = d * dg, or
+            d * (dg + 1) where `lifted`. This g and c may differ from those of `scaled` and `factor`.
         pair_factors: `pair_factors(scale, head) -> (c, d)`, float32 scalars.
+        lifted: whether the dg of `scaled_pair` lacks 1 (see gdpa/lifting.py).
         weighted_pair: `activate_pair_weighted(s, scale, weight, head) -> (g, dg)`, with f(scale * s) = c * g and
             weight * f'(scale * s) = dg; the weight is a scalar.
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
@@ -74,6 +76,7 @@ class DeviceFunctions:
     factor: Any
     scaled_pair: Any
     pair_factors: Any
+    lifted: bool
     weighted_pair: Any
     weighted_factor: Any
     open_packed: Any
@@ -125,6 +128,7 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         factor=module.factor,
         scaled_pair=module.activate_pair_scaled,
         pair_factors=module.pair_factors,
+        lifted=module.LIFTED,
         weighted_pair=module.activate_pair_weighted,
         weighted_factor=module.weighted_factor,
         open_packed=getattr(module, "open_packed", None),
@@ -143,13 +147,14 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
     functions: list[str] = []
     packed = None
     relieved: list[str] = []
+    lifts = precision == "bfloat16" and len(distinct) == 1
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
         if folds:
             whole = ONE if precision == "float16" else None
             functions += writer.folded_functions("value", i, expression, (whole,))
-            functions += writer.folded_functions("pair", i, expression, (whole, whole))
+            functions += writer.folded_functions("pair", i, expression, (whole, whole), lifts)
             functions += writer.folded_functions("pair", i, expression, (whole, WEIGHT))
         # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
         if precision == "bfloat16" and len(distinct) == 1:
@@ -175,6 +180,7 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             dispatch.append(_dispatch("activate_relieved", "relieved_value", "s, scale", "g", heads))
     else:
         dispatch += _UNFOLDED
+    functions.append(f"LIFTED = {writer.lifted}")
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
     return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
@@ -314,6 +320,7 @@ class _Writer:
         self._precision = precision
         self._own_helpers = {name: text for name, text in _FAST_HELPERS.items() if name in _HELPERS_OF[precision]}
         self._used: set[str] = set()
+        self.lifted = False  # whether a function was written whose dg lacks 1
 
     def helpers(self) -> list[str]:
         """The helper functions that were called, directly or by others, each after those it calls."""
@@ -336,15 +343,18 @@ class _Writer:
         return "\n".join([*lines, f"    return {', '.join(map(_output, graph.outputs))}"])
 
     def folded_functions(
-        self, name: str, number: int, expression: Expression, multiples: tuple[Coefficient | None, ...]
+        self, name: str, number: int, expression: Expression, multiples: tuple[Coefficient | None, ...], lifts: bool = False
     ) -> list[str]:
         """The function `name` of the raw `s` and `scale`, and of `weight` where a multiple has it, and that of its factors."""
-        graph = expression.pair_for(self._precision).select(*range(len(multiples)))
-        folded = fold(spelled(graph, self._precision), multiples)
+        graph = spelled(expression.pair_for(self._precision).select(*range(len(multiples))), self._precision)
+        raised = lift(graph) if lifts else None
+        folded = fold(graph, multiples) if raised is None else raised
+        self.lifted |= raised is not None
         weighted = WEIGHT in multiples
         own_name = f"{'weighted' if weighted else 'scaled'}_{name}_{number}"
         lines = []
         for label, result, factor, multiple in zip(("f", "f'"), ("g", "dg"), folded.factors, multiples, strict=False):
+            result = "(dg + 1)" if label == "f'" and raised is not None else result
             product = result if factor == ONE else f"{_scalar(factor, 'scale**{}')} * {result}"
             lines.append(
                 f"# {'weight * ' if multiple == WEIGHT else ''}{label}(scale * s) = {product}, for the {label} of {name}_{number}"

@@ -22,6 +22,7 @@ from test_device_source import CUSTOM
 from test_tracing import SUPPORTED
 
 from gdpa.device_source import generate
+from gdpa.lifting import lift
 
 SCALES = (0.088, 1.0, -0.7, 0.0, 3.0)
 WEIGHT = -1.75  # as in the script below
@@ -118,6 +119,7 @@ for name, keys, head, precision, scale in jobs["jobs"]:
     chosen = (functions.scaled, functions.factor, functions.scaled_pair, functions.pair_factors, functions.weighted_pair,
               functions.weighted_factor)
     kernel[(1,)](s, *numbers, factors, scale, WEIGHT, head, *chosen, s.numel())
+    numbers[2] += functions.lifted  # the 1 that a kernel adds
     results[name, head, precision, scale] = (*numbers, factors)
 torch.save(results, sys.argv[2])
 """
@@ -216,7 +218,11 @@ def test_a_large_number_added_and_taken_away_still_rounds(interpreted):
 def test_functions_and_factors_are_those_of_the_head(interpreted, precision):
     _, results = interpreted
     for head, name in enumerate(MIXED):
-        for actual, expected in zip(results["mixed", head, precision, 0.3], results[name, 0, precision, 0.3], strict=True):
+        *mixed, mixed_factors = results["mixed", head, precision, 0.3]
+        *alone, alone_factors = results[name, 0, precision, 0.3]
+        # Alone its slope may be lifted, which has another factor.
+        torch.testing.assert_close(mixed.pop(2) * mixed_factors[2], alone.pop(2) * alone_factors[2], rtol=1e-5, atol=1e-6)
+        for actual, expected in zip([*mixed, mixed_factors[[0, 1, 3]]], [*alone, alone_factors[[0, 1, 3]]], strict=True):
             assert torch.equal(actual, expected)
     factors = {tuple(results[name, 0, precision, 0.3][-1].tolist()) for name in MIXED}
     assert len(factors) > 1 if precision == "bfloat16" else factors == {(1.0, 1.0, 1.0, 1.0)}
@@ -268,6 +274,32 @@ def test_a_weight_of_the_slope_costs_nothing(name):
 @pytest.mark.parametrize("name", ["exp", "tanh", "sigmoid", "relu2"])
 def test_a_weight_of_the_slope_costs_one_instruction_at_most(name):
     assert folded(name, 2, (None, WEIGHTED)).instructions <= folded(name, 2).instructions + 1
+
+
+def lifted(activation) -> Folded | None:
+    return lift(spelled(Activation(activation).expression.pair_for("bfloat16"), "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("activation", "count"),
+    [("silu", 5), ("gelu", 8), ("gelu_tanh", 8), (lambda s: s * torch.sigmoid(1.702 * s), 6), (lambda s: s + torch.sin(s), None)],
+)
+def test_a_slope_without_its_one_saves_an_instruction(activation, count):
+    found = lifted(activation)
+    assert (found and found.instructions) == count
+    assert found is None or found.instructions == folded(activation, 2).instructions - 1
+
+
+@pytest.mark.parametrize("name", ["identity", "relu", "relu2", "tanh", "sigmoid", "exp", "elu"])
+def test_a_slope_that_ends_in_no_sum_keeps_its_one(name):
+    assert lifted(name) is None
+    assert "LIFTED = False" in generate((name,), precision="bfloat16")
+
+
+def test_only_a_lone_activation_in_bfloat16_is_lifted():
+    assert "LIFTED = True" in generate(("silu",), precision="bfloat16")
+    for keys, precision in ((("silu", "gelu"), "bfloat16"), (("silu",), "float16"), (("silu",), "float32")):
+        assert "LIFTED = False" in generate(keys, precision=precision)
 
 
 def test_the_scale_of_silu_and_gelu_is_left_to_the_factor():
@@ -409,4 +441,5 @@ def test_the_compiler_needs_as_many_instructions_as_were_counted(tmp_path, keys)
     command = [sys.executable, script, json.dumps(mixed), json.dumps(names)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout) == {name: [folded(name, outputs).instructions for outputs in (1, 2)] for name in names}
+    pairs = {name: lifted(name) or folded(name, 2) for name in names}
+    assert json.loads(done.stdout) == {name: [folded(name).instructions, pair.instructions] for name, pair in pairs.items()}

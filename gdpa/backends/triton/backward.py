@@ -9,9 +9,9 @@ Forming S and dP twice costs 7 products where one kernel needs 5, but nothing is
 whose programs own a whole (sequence, head) and keep dQ's sums in an fp32 buffer ran at half the speed (209 TFLOP/s against 377 at 2048
 on an H200): dK, dV and dQ together do not fit the registers.
 
-out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`), and with
-FOLD so are factors that all of f or f' share. S, dP and the sums are fp32; P and dS are rounded to the inputs' dtype for the products
-they enter.
+out_scale and scale multiply the finished sums: dP and dS are formed without them (but for fp16's range, see `split_scale`), and so are
+factors that all of f or f' share (`score_gradients`). S, dP and the sums are fp32; P and dS are rounded to the inputs' dtype for the
+products they enter.
 """
 
 import triton
@@ -33,7 +33,7 @@ from gdpa.backends.triton.tiles import (
 
 @triton.jit
 def split_scale(out_scale, dtype: tl.constexpr):
-    """(factor of dS, factor of the finished sums). fp16 would overflow without out_scale in dS: 1 / length under a loss scaler."""
+    """(weight of dS, factor of the finished sums). fp16 would overflow without out_scale in dS: 1 / length under a loss scaler."""
     if dtype == tl.float16:
         return out_scale, 1.0
     else:
@@ -41,32 +41,46 @@ def split_scale(out_scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def pair_of(s, scale, head, activate_pair: tl.constexpr, FOLD: tl.constexpr):
-    """(f, f') of raw scores. With FOLD each lacks a factor (`pair_factors`) that the finished sums are multiplied with."""
-    if FOLD:
-        return activate_pair(s, scale, head)
+def score_gradients(s, dp, scale, weight, head, activate_pair: tl.constexpr, SLOPE: tl.constexpr):
+    """(P, dS) of raw scores and dP, dS times `weight`; each lacks a factor (`folded_factors`) that the finished sums are multiplied with.
+
+    SLOPE says how `activate_pair` gives f': "plain" of scaled scores, "weighted" times the weight, and, for weights of 1, "folded" but
+    for its factor or "lifted", without a 1 that the last step adds (gdpa/lifting.py).
+    """
+    if SLOPE == "plain":
+        p, slope = activate_pair(s * scale, head)
+        return p, slope * dp * weight
+    elif SLOPE == "weighted":
+        p, slope = activate_pair(s, scale, weight, head)
+        return p, slope * dp
     else:
-        return activate_pair(s * scale, head)
+        p, slope = activate_pair(s, scale, head)
+        if SLOPE == "lifted":
+            return p, slope * dp + dp
+        else:
+            return p, slope * dp
 
 
 @triton.jit
-def folded_factors(scale, head, pair_factors: tl.constexpr, FOLD: tl.constexpr):
-    if FOLD:
-        return pair_factors(scale, head)
-    else:
+def folded_factors(scale, head, pair_factors: tl.constexpr, SLOPE: tl.constexpr):
+    if SLOPE == "plain":
         return 1.0, 1.0
+    elif SLOPE == "weighted":
+        return pair_factors(scale, head), 1.0
+    else:
+        return pair_factors(scale, head)
 
 
 @triton.jit
 def gather_key_gradients(
     dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt: tl.constexpr, stride_qh: tl.constexpr, stride_db, stride_dt:
     tl.constexpr, stride_dh: tl.constexpr,
-    sequence, q_start, q_len, q_rows, head, begin, end, first_key, k_len, scale, factor, left, right,
+    sequence, q_start, q_len, q_rows, head, begin, end, first_key, k_len, scale, weight, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
-    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
+    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key block (both without their scales) over the queries begin .. end; dS is multiplied by `factor`."""
+    """dK and dV of one key block (both without their scales) over the queries begin .. end; dS is multiplied by `weight`."""
     for first_query in tl.range(begin, end, BLOCK_M):
         q = load_tile(
             q_source, sequence, q_start, head, first_query, q_len, q_rows, stride_qb, stride_qt, stride_qh, BLOCK_M, D, WIDTH, TAIL,
@@ -80,8 +94,7 @@ def gather_key_gradients(
         # Transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T are then left operands as they stand, in registers.
         s = product(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST)
         dp = product(v, tl.trans(d_out), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), UPCAST)
-        p, slope = pair_of(s, scale, head, activate_pair, FOLD)
-        ds = slope * dp * factor
+        p, ds = score_gradients(s, dp, scale, weight, head, activate_pair, SLOPE)
         if MASK:
             query = first_query + tl.arange(0, BLOCK_M)[None, :]
             key = first_key + tl.arange(0, BLOCK_N)[:, None]
@@ -106,7 +119,7 @@ def key_gradient_kernel(
     activate_pair: tl.constexpr, pair_factors: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr,
     Q_PACKED: tl.constexpr, K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr,
-    TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
+    TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % kv_heads
     sequence, block = find_tile(tiles_ptr, tl.program_id(0) // kv_heads, k_blocks, HAS_LIST)
@@ -139,12 +152,12 @@ def key_gradient_kernel(
             dk, dv = gather_key_gradients(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
                 sequence, q_start, q_len, q_rows, head, begin, tl.minimum(full_begin, end), first_key, k_len, scale, early, left, right,
-                activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST, FOLD,
+                activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST, SLOPE,
             )  # fmt: skip
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
             sequence, q_start, q_len, q_rows, head, full_begin, full_end, first_key, k_len, scale, early, left, right,
-            activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST, FOLD,
+            activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST, SLOPE,
         )  # fmt: skip
         if WINDOW or not (MAPPED and TAIL_SAFE):
             # Zero rows of dO stand in for queries past the end and cancel f(0) and f'(0) where those are finite.
@@ -152,10 +165,10 @@ def key_gradient_kernel(
                 dk, dv, k, v, q_source, d_out_source, stride_qb, stride_qt, stride_qh, stride_db, stride_dt, stride_dh,
                 sequence, q_start, q_len, q_rows, head, full_end, end, first_key, k_len, scale, early, left, right,
                 activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not TAIL_SAFE,
-                MAPPED, SETTLE, UPCAST, FOLD,
+                MAPPED, SETTLE, UPCAST, SLOPE,
             )  # fmt: skip
 
-    value_factor, slope_factor = folded_factors(scale, kv_head * GROUP, pair_factors, FOLD)
+    value_factor, slope_factor = folded_factors(scale, kv_head * GROUP, pair_factors, SLOPE)
     store_tile(
         dk_ptr, dk * (scale * late * slope_factor), sequence, k_start, kv_head, first_key, k_len, stride_dkb, stride_dkt,
         stride_dkh, BLOCK_N, D,
@@ -172,12 +185,12 @@ def key_gradient_kernel(
 def gather_query_gradient(
     dq, q, d_out, k_source, v_source, stride_kb, stride_kt: tl.constexpr, stride_kh: tl.constexpr, stride_vb, stride_vt:
     tl.constexpr, stride_vh: tl.constexpr,
-    sequence, k_start, k_len, k_rows, kv_head, begin, end, first_query, q_len, head, scale, factor, left, right,
+    sequence, k_start, k_len, k_rows, kv_head, begin, end, first_query, q_len, head, scale, weight, left, right,
     activate_pair: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
-    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
+    MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query block (without its scale) over the keys begin .. end; dS is multiplied by `factor`."""
+    """dQ of one query block (without its scale) over the keys begin .. end; dS is multiplied by `weight`."""
     for first_key in tl.range(begin, end, BLOCK_N):
         k = load_tile(
             k_source, sequence, k_start, kv_head, first_key, k_len, k_rows, stride_kb, stride_kt, stride_kh,
@@ -190,8 +203,7 @@ def gather_query_gradient(
         )  # fmt: skip
         s = product(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = product(d_out, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
-        _, slope = pair_of(s, scale, head, activate_pair, FOLD)
-        ds = slope * dp * factor
+        _, ds = score_gradients(s, dp, scale, weight, head, activate_pair, SLOPE)
         if MASK:
             query = first_query + tl.arange(0, BLOCK_M)[:, None]
             key = first_key + tl.arange(0, BLOCK_N)[None, :]
@@ -208,10 +220,10 @@ def query_gradient(
     stride_kt: tl.constexpr,
     stride_kh: tl.constexpr, stride_vb, stride_vt: tl.constexpr, stride_vh: tl.constexpr, stride_db, stride_dt:
     tl.constexpr, stride_dh: tl.constexpr,
-    sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, factor, left, right,
+    sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, weight, left, right,
     activate_pair: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr,
-    SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
+    SETTLE: tl.constexpr, UPCAST: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query block (without its scale) over all the keys of one sequence, added to `dq`."""
     kv_head = head // GROUP
@@ -230,22 +242,22 @@ def query_gradient(
     if WINDOW:
         dq = gather_query_gradient(
             dq, q, d_out, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            sequence, k_start, k_len, k_rows, kv_head, begin, tl.minimum(full_begin, end), first_query, q_len, head, scale, factor,
-            left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST, FOLD,
+            sequence, k_start, k_len, k_rows, kv_head, begin, tl.minimum(full_begin, end), first_query, q_len, head, scale, weight,
+            left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, True, MAPPED, SETTLE, UPCAST, SLOPE,
         )  # fmt: skip
     dq = gather_query_gradient(
         dq, q, d_out, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        sequence, k_start, k_len, k_rows, kv_head, full_begin, full_end, first_query, q_len, head, scale, factor,
-        left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST, FOLD,
+        sequence, k_start, k_len, k_rows, kv_head, full_begin, full_end, first_query, q_len, head, scale, weight,
+        left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, False, False, MAPPED, SETTLE, UPCAST, SLOPE,
     )  # fmt: skip
     if WINDOW or not (MAPPED and TAIL_SAFE):
         # Zero rows of V and K stand in for keys past the end: dP is zero there, and so is dS where f'(0) is finite.
         dq = gather_query_gradient(
             dq, q, d_out, k_source, v_source, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            sequence, k_start, k_len, k_rows, kv_head, full_end, end, first_query, q_len, head, scale, factor,
+            sequence, k_start, k_len, k_rows, kv_head, full_end, end, first_query, q_len, head, scale, weight,
             left, right, activate_pair, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, True, WINDOW or not
             TAIL_SAFE, MAPPED, SETTLE,
-            UPCAST, FOLD,
+            UPCAST, SLOPE,
         )  # fmt: skip
     return dq
 
@@ -260,7 +272,7 @@ def query_gradient_kernel(
     activate_pair: tl.constexpr, pair_factors: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LIST: tl.constexpr,
     Q_PACKED: tl.constexpr, K_PACKED: tl.constexpr, SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr,
-    TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, FOLD: tl.constexpr,
+    TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr, UPCAST: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % heads
     sequence, block = find_tile(tiles_ptr, tl.program_id(0) // heads, q_blocks, HAS_LIST)
@@ -277,9 +289,9 @@ def query_gradient_kernel(
         new_accumulator(BLOCK_M, WIDTH, SETTLE), q_source, k_source, v_source, d_out_source, stride_qb, stride_qt, stride_qh,
         stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh,
         sequence, q_start, q_len, q_rows, k_start, k_len, k_rows, head, first_query, scale, early, left, right,
-        activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST, FOLD,
+        activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST, SLOPE,
     )  # fmt: skip
-    _, slope_factor = folded_factors(scale, head, pair_factors, FOLD)
+    _, slope_factor = folded_factors(scale, head, pair_factors, SLOPE)
     store_tile(
         dq_ptr, dq * (scale * late * slope_factor), sequence, q_start, head, first_query, q_len, stride_dqb, stride_dqt,
         stride_dqh, BLOCK_M, D,
@@ -296,7 +308,7 @@ def shared_query_gradient_kernel(
     activate_pair: tl.constexpr, pair_factors: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K_PACKED: tl.constexpr,
     SCALE_PER_SEQUENCE: tl.constexpr, WINDOW: tl.constexpr, TAIL_SAFE: tl.constexpr, MAPPED: tl.constexpr, SETTLE: tl.constexpr,
-    UPCAST: tl.constexpr, FOLD: tl.constexpr,
+    UPCAST: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     """dQ of queries that every sequence shares: a program sums over every `chunks`-th sequence, in fp32; the host adds the chunks."""
     chunk = tl.program_id(0)
@@ -305,16 +317,16 @@ def shared_query_gradient_kernel(
     dq = new_accumulator(BLOCK_M, WIDTH, SETTLE)
     for sequence in tl.range(chunk, batch, chunks):
         k_start, k_len = find_rows(k_bounds_ptr, sequence, k_rows, K_PACKED)
-        factor = out_scale
+        weight = out_scale
         if SCALE_PER_SEQUENCE:
-            factor = tl.load(out_scale_ptr + sequence)
+            weight = tl.load(out_scale_ptr + sequence)
         dq = query_gradient(
             dq, q_source, k_source, v_source, d_out_source, stride_qb, stride_qt, stride_qh,
             stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_db, stride_dt, stride_dh,
-            sequence, 0, q_rows, q_rows, k_start, k_len, k_rows, head, first_query, scale, factor, left, right,
-            activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST, FOLD,
+            sequence, 0, q_rows, q_rows, k_start, k_len, k_rows, head, first_query, scale, weight, left, right,
+            activate_pair, GROUP, D, DV, WIDTH, WIDTH_V, BLOCK_M, BLOCK_N, WINDOW, TAIL_SAFE, MAPPED, SETTLE, UPCAST, SLOPE,
         )  # fmt: skip
-    _, slope_factor = folded_factors(scale, head, pair_factors, FOLD)
+    _, slope_factor = folded_factors(scale, head, pair_factors, SLOPE)
     store_tile(
         partial_ptr, dq * (scale * slope_factor), chunk, 0, head, first_query, q_rows, stride_pb, stride_pt, stride_ph, BLOCK_M, D, WIDTH,
         UPCAST,

@@ -176,13 +176,17 @@ class Call:
             "UPCAST": interpreted() and problem.dtype.itemsize == 2,
         }
 
-    def pair(self, fold: bool = False) -> dict[str, Any]:
-        """How a backward kernel computes (f, f'), with common factors left to the end if asked to `fold`. Sums over the query heads of
-        a key head share their factors, so activations that differ between heads leave none out."""
+    def pair(self, shared: bool = False) -> dict[str, Any]:
+        """How a backward kernel computes P and dS (`backward.score_gradients`). dS has a weight in float16 and where it is summed over
+        sequences, of `shared` queries. Sums over the query heads of a key head share their factors, so activations that differ between
+        heads leave none out."""
         functions = self.activation()
-        fold = fold and len(self.problem.activations) == 1
-        pair = functions.scaled_pair if fold else functions.pair
-        return {"activate_pair": pair, "pair_factors": functions.pair_factors, "FOLD": fold}
+        if len(self.problem.activations) > 1:
+            return {"activate_pair": functions.pair, "pair_factors": functions.pair_factors, "SLOPE": "plain"}
+        if shared or self.problem.dtype == torch.float16:
+            return {"activate_pair": functions.weighted_pair, "pair_factors": functions.weighted_factor, "SLOPE": "weighted"}
+        slope = "lifted" if functions.lifted else "folded"
+        return {"activate_pair": functions.scaled_pair, "pair_factors": functions.pair_factors, "SLOPE": slope}
 
     def activation(self) -> Any:
         """The device functions: on NVIDIA in approximate instructions that err less than the rounding of P and dS."""
@@ -259,8 +263,7 @@ def plan_key_gradients(call: Call, dk: Tensor, dv: Tensor) -> Launch:
         owner="keys",
         block=shape.block_n,
         numbers=numbers,
-        # dK/dV gains 2 %; dQ, at 128 registers a thread, would spill.
-        constants={**call.pair(fold=True), **call.constants(shape)},
+        constants={**call.pair(), **call.constants(shape)},
         config=shape,
     )
 
@@ -306,7 +309,7 @@ def plan_shared_query_gradient(call: Call, partial: Tensor) -> Launch:
         problem.out_scale,
         *_window(problem),
     )
-    constants = {**call.pair(), **call.constants(shape)}
+    constants = {**call.pair(shared=True), **call.constants(shape)}
     for absent in ("HAS_LIST", "Q_PACKED"):
         del constants[absent]
     return Launch(
