@@ -250,3 +250,28 @@ def test_problems_stay_inside_the_budget(precision, key, spread, mean):
         shares = relative / (2 * relative_best.clamp(min=eps / math.sqrt(12.0))), largest / (2 * largest_best + eps * peak)
         worst = max(worst, *(share.max().item() for share in shares))
     assert worst < 0.9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rows", "relieved"),
+    [
+        (torch.bfloat16, 64, 256, True),
+        (torch.bfloat16, 64, 2, False),  # too few of them share the budget
+        (torch.bfloat16, 128, 256, False),
+        (torch.float16, 128, 256, True),
+    ],
+)
+def test_the_forward_kernel_has_the_form_where_the_table_says(monkeypatch, dtype, head_dim, rows, relieved):
+    pytest.importorskip("triton")
+    from gdpa.backends.gpu import example, precision_of
+    from gdpa.backends.hopper import launch
+    from gdpa.problem import describe
+
+    q, k, v, *offsets = example("dense", 4, rows, 4, 4, head_dim, head_dim, dtype)
+    problem = describe(q, k, v, *offsets, None, None, ("silu",), None, 1.0, (-1, -1), False)
+    functions = device_functions(("silu",), precision=precision_of(dtype), frontend="gluon", eighths=2)
+    monkeypatch.setattr(launch, "RELIEVED_EIGHTHS", dict.fromkeys(launch.RELIEVED_EIGHTHS, 2))
+    chosen = launch._constants(problem, q, k, v, q, None)["activate"]
+    assert (chosen is functions.relieved) == relieved
+    monkeypatch.setattr(launch, "RELIEVED_EIGHTHS", dict.fromkeys(launch.RELIEVED_EIGHTHS, 0))
+    assert launch._constants(problem, q, k, v, q, None)["activate"].__name__ == "activate_scaled"
