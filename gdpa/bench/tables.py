@@ -18,7 +18,7 @@ LEGEND = {
     "spread": "spread: interquartile range / median",
     "/floor": "/floor: the share of what this machine's own matmul and copy, timed in the same rounds, allow",
     "vs eager": "vs eager: times as fast as plain PyTorch on padded tensors",
-    "host": "host: from call to return, the device idle",
+    "host": "host: from call to return, of calls in a row",
     "memory": "memory: peak beyond the inputs, backward with its forward",
     "error": "error: relative, against the float64 oracle",
 }
