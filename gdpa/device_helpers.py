@@ -136,32 +136,6 @@ def exp2(x):
     """Two units in the last place; 0 below 2^-126."""
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 ''',
-    "paired_logistic": '''
-@jit
-def paired_logistic(u):
-    """1 / (2^u + 1) of two neighbours by one reciprocal, that of the product; u is cut off at 62, lest that overflow.
-
-    A NaN is its neighbour's too, which is a score of the same row.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .f32 a, b, r;
-        min.NaN.f32 a, $2, 0f42780000;
-        min.NaN.f32 b, $3, 0f42780000;
-        ex2.approx.ftz.f32 a, a;
-        ex2.approx.ftz.f32 b, b;
-        add.f32 a, a, 0f3F800000;
-        add.f32 b, b, 0f3F800000;
-        mul.f32 r, a, b;
-        rcp.approx.ftz.f32 r, r;
-        mul.f32 $0, r, b;
-        mul.f32 $1, r, a;
-        }
-        """,
-        "=f,=f,f,f", [u], dtype=tl.float32, is_pure=True, pack=2,
-    )
-''',
     "log2": '''
 @jit
 def log2(x):
@@ -181,6 +155,6 @@ def erf(x):
 # What errs less than the rounding of results.
 FAST_OF: dict[Precision, tuple[str, ...]] = {
     "float32": (),
-    "float16": ("reciprocal", "exp2", "paired_logistic", "log2"),
+    "float16": ("reciprocal", "exp2", "log2"),
     "bfloat16": tuple(FAST),
 }

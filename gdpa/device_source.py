@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from gdpa import gates
 from gdpa.activations import Activation
 from gdpa.device_helpers import FAST as _FAST_HELPERS
 from gdpa.device_helpers import FAST_OF as _HELPERS_OF
@@ -36,7 +35,7 @@ from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
 
-GENERATOR_VERSION = 13
+GENERATOR_VERSION = 14
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,6 @@ class DeviceFunctions:
             EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
             None where heads differ or the activation has no such form. Needs sm_90.
         finish_packed: `finish_packed(x, DTYPE) -> g`, a bfloat16 tile, as DTYPE must be; None where `open_packed` is.
-        relieved: `activate_relieved(s, scale, head) -> g`, that of `scaled` but for other approximations in some of the columns, which use
-            the special-function unit less (`gdpa.gates`). None where no columns are to, where heads differ or the activation has no such
-            form.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -81,14 +77,11 @@ class DeviceFunctions:
     weighted_factor: Any
     open_packed: Any
     finish_packed: Any
-    relieved: Any
     source: str
     path: Path
 
 
-def device_functions(
-    keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton", eighths: int = 0
-) -> DeviceFunctions:
+def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> DeviceFunctions:
     """Generate, write and import the device code of some activations.
 
     Args:
@@ -97,10 +90,9 @@ def device_functions(
         precision: the dtype that results are rounded to. Below float32 approximate NVIDIA instructions are used, with errors well below
             that rounding.
         frontend: `"triton"` or `"gluon"`, the language of the calling kernel.
-        eighths: how many of eight columns `relieved` has in its own form, 0 to 8.
 
     Raises:
-        GdpaError: a key is malformed, or the precision, the frontend or the number of eighths is none of those.
+        GdpaError: a key is malformed, or the precision or the frontend is unknown.
         ImportError: Triton is not installed.
     """
     import triton
@@ -109,16 +101,14 @@ def device_functions(
         raise GdpaError(f"frontend: expected one of {', '.join(_PREAMBLES)}, got {frontend!r}")
     if precision not in _NAMES:
         raise GdpaError(f"precision: expected one of {', '.join(_NAMES)}, got {precision!r}")
-    if eighths not in range(gates.EIGHTHS + 1):
-        raise GdpaError(f"eighths: expected 0 to {gates.EIGHTHS}, got {eighths!r}")
-    return _load(tuple(keys), precision, frontend, bool(triton.knobs.runtime.interpret), eighths)
+    return _load(tuple(keys), precision, frontend, bool(triton.knobs.runtime.interpret))
 
 
 @lru_cache(maxsize=256)
-def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interpreted: bool, eighths: int) -> DeviceFunctions:
+def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interpreted: bool) -> DeviceFunctions:
     # triton.jit decides when it decorates whether a function is interpreted, so `interpreted` is part of the memo.
-    source = generate(keys, precision=precision, frontend=frontend, eighths=eighths)
-    name = f"gdpa_activation_{_digest(keys, precision, frontend, eighths)}"
+    source = generate(keys, precision=precision, frontend=frontend)
+    name = f"gdpa_activation_{_digest(keys, precision, frontend)}"
     path = _write(f"{name}.py", source)
     module = _import(f"{name}_{'interpreted' if interpreted else 'compiled'}", path, source)
     return DeviceFunctions(
@@ -133,20 +123,18 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         weighted_factor=module.weighted_factor,
         open_packed=getattr(module, "open_packed", None),
         finish_packed=getattr(module, "finish_packed", None),
-        relieved=getattr(module, "activate_relieved", None),
         source=source,
         path=path,
     )
 
 
-def generate(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton", eighths: int = 0) -> str:
+def generate(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> str:
     """The text of the module that `device_functions` imports; the arguments are the same."""
     distinct = list(dict.fromkeys(keys))
     writer = _Writer(precision)
     folds = precision != "float32"
     functions: list[str] = []
     packed = None
-    relieved: list[str] = []
     lifts = precision == "bfloat16" and len(distinct) == 1
     for i, key in enumerate(distinct):
         expression = Activation.from_key(key).expression
@@ -159,8 +147,6 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
         # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
         if precision == "bfloat16" and len(distinct) == 1:
             packed = writer.packed_function(i, expression)
-        if folds and eighths and len(distinct) == 1:
-            relieved = writer.relieved_functions(i, expression, eighths, _COLUMNS[frontend])
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
     if folds:
@@ -175,9 +161,6 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
         if packed is not None:
             functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS), packed]
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
-        if relieved:
-            functions += relieved
-            dispatch.append(_dispatch("activate_relieved", "relieved_value", "s, scale", "g", heads))
     else:
         dispatch += _UNFOLDED
     functions.append(f"LIFTED = {writer.lifted}")
@@ -382,23 +365,6 @@ class _Writer:
         lines += [f"    {texts[Ref(i)]} = {self._step(folded, i, texts)}" for i in shown]
         return [*lines, f"    return {', '.join(_output(x, texts) for x in folded.outputs)}"]
 
-    def relieved_functions(self, number: int, expression: Expression, eighths: int, columns: str) -> list[str]:
-        """`relieved_value` and what it calls, beside the folded functions; none where the activation has no such form."""
-        gate = gates.gate_of(expression, self._precision)
-        if gate is not None:
-            own = [gates.HELPERS, gates.gated_function(f"gated_value_{number}", gate, self._precision)]
-            name = "gated_value"
-        else:
-            graph = spelled(expression.pair_for(self._precision).select(0), self._precision)
-            folded = gates.paired(fold(graph, (ONE,))) if self._precision == "float16" else None
-            if folded is None:
-                return []
-            own = ["\n".join(["@jit", f"def paired_value_{number}(s, scale):", *self._body(folded)])]
-            name = "paired_value"
-        choice = f"tl.where(relieved_columns(s), {name}_{number}(s, scale), scaled_value_{number}(s, scale))"
-        whole = ["@jit", f"def relieved_value_{number}(s, scale):", f"    return {choice}"]
-        return [gates.COLUMNS.format(columns=columns, count=eighths), *own, "\n".join(whole)]
-
     def packed_function(self, number: int, expression: Expression) -> str | None:
         """The f of `folded_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
         folded = fold(spelled(expression.pair_for(self._precision).select(0), self._precision))
@@ -510,10 +476,10 @@ def _literal(number: float) -> str:
     return "0.0" if abs(value) < torch.finfo(torch.float32).tiny else repr(value)
 
 
-def _digest(keys: tuple[str, ...], precision: Precision, frontend: str, eighths: int) -> str:
+def _digest(keys: tuple[str, ...], precision: Precision, frontend: str) -> str:
     import triton
 
-    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, precision, frontend, eighths, *keys)
+    parts = (GENERATOR_VERSION, torch.__version__, triton.__version__, precision, frontend, *keys)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 

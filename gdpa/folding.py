@@ -514,7 +514,7 @@ class _Folder(_Steps):
         """slope * node + offset."""
         if slope == -ONE:
             return self.emit("sub", offset, node)
-        if offset.equals(-slope):  # one scalar
+        if slope != ONE and offset.equals(-slope):  # one scalar
             return self.emit("sub", offset, self.emit("mul", node, offset))
         return self.emit("add", node if slope == ONE else self.emit("mul", node, slope), offset)
 

@@ -60,13 +60,11 @@ def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
     return expression
 
 
-def device_functions(
-    keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton", eighths: int = 0
-) -> DeviceFunctions:
+def device_functions(keys: tuple[str, ...], *, precision: Precision = "float32", frontend: str = "triton") -> DeviceFunctions:
     """Triton device code of the activations `keys`; see `gdpa.device_source.device_functions`."""
     from gdpa.device_source import device_functions as generate  # needs Triton, which this module does not
 
-    return generate(keys, precision=precision, frontend=frontend, eighths=eighths)
+    return generate(keys, precision=precision, frontend=frontend)
 
 
 def _refuse(what: str) -> UnsupportedActivation:

@@ -31,8 +31,7 @@ CONFIGURATIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The hopper backend's: activations, D, dtype, query heads per key head, form, key heads, rows a sequence, eighths of the columns that
-# relieve the special-function unit.
+# The hopper backend's: activations, D, dtype, query heads per key head, form, key heads, rows a sequence.
 HOPPER: dict[str, tuple[Any, ...]] = {
     "silu": (("silu",), 128, torch.bfloat16, 1, "packed"),
     "gelu_tanh": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense"),
@@ -45,12 +44,6 @@ HOPPER: dict[str, tuple[Any, ...]] = {
     "64-long-silu": (("silu",), 64, torch.bfloat16, 1, "packed", 4, 1024),
     "64-long-gelu": (("gelu_tanh",), 64, torch.bfloat16, 2, "shared-queries", 4, 1024),
     "64-long-dense": (("gelu",), 64, torch.bfloat16, 1, "dense", 4, 2048),
-    "64-long-relieved-silu": (("silu",), 64, torch.bfloat16, 1, "packed", 4, 1024, 2),
-    "64-long-relieved-gelu": (("gelu_tanh",), 64, torch.bfloat16, 1, "dense", 4, 1024, 4),
-    "64-relieved": (("gelu",), 64, torch.bfloat16, 2, "shared-queries", 4, 256, 3),
-    "64-relieved-fp16": (("gelu_tanh",), 64, torch.float16, 1, "packed", 4, 256, 4),
-    "relieved-fp16-silu": (("silu",), 128, torch.float16, 1, "packed", 4, 256, 4),
-    "relieved-fp16-gelu": (("gelu",), 128, torch.float16, 1, "packed", 4, 256, 8),
 }
 
 
@@ -65,6 +58,7 @@ HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "shared": (("gelu",), 128, torch.bfloat16, 1, "shared-queries", 4, 64),
     "shared-silu": (("silu",), 128, torch.bfloat16, 1, "shared-queries", 4, 64),
     "fp16": (("gelu_tanh",), 128, torch.float16, 1, "packed", 4, 256),
+    "fp16-gelu": (("gelu",), 128, torch.float16, 1, "packed", 4, 256),
     "64-fp16": (("silu",), 64, torch.float16, 1, "packed", 4, 256),
     "without-dq": (("gelu",), 128, torch.bfloat16, 1, "packed", 4, 256, (False, True, True)),
     "ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True),

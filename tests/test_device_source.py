@@ -347,7 +347,7 @@ def test_device_code_compiles_for_every_target_in_both_frontends(tmp_path):
     assert counts["gelu"]["tanh.approx"] == 1
     assert counts["gelu"]["call.uni"] == 0
     assert counts["half silu"] == {"tanh.approx": 0, "ex2.approx": 1, "rcp.approx": 1, "div.": 0, "call.uni": 0, "max.NaN": 0}
-    assert counts["half gelu"]["ex2.approx"] == counts["half gelu"]["rcp.approx"] == 1
+    assert (counts["half gelu"]["ex2.approx"], counts["half gelu"]["rcp.approx"]) == (2, 0)
     assert counts["half gelu"]["call.uni"] == 0
     assert counts["relu2"]["max.NaN"] == 1
 
@@ -358,7 +358,7 @@ def test_fast_approximations_are_as_close_as_their_comments_say():
     a = x.abs()
     far = torch.tensor([-1e4, -300.0, 300.0, 1e4], dtype=torch.float64)
     gelu, gelu_tanh = Activation("gelu"), Activation("gelu_tanh")
-    for precision, bounds in {"bfloat16": (2.8e-4, 9e-4), "float16": (2.6e-5, 1.1e-5)}.items():
+    for precision, bounds in {"bfloat16": (2.8e-4, 9e-4), "float16": (4.4e-6, 7e-6)}.items():
         fitted = gelu.expression.pair_for(precision)
         for result, exact, bound in zip(fitted.evaluate(x), gelu.value_and_derivative(x), bounds, strict=True):
             assert (result - exact).abs().max() < bound

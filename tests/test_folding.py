@@ -254,6 +254,12 @@ def test_instructions_of_the_value(name, count):
     assert folded(name).instructions == count
 
 
+@pytest.mark.parametrize(("multiples", "count"), [((WHOLE,), 10), ((WHOLE, WHOLE), 18), ((WHOLE, WEIGHTED), 18)])
+def test_instructions_of_gelu_in_float16(multiples, count):
+    pair = Activation("gelu").expression.pair_for("float16")
+    assert fold(spelled(pair.select(*range(len(multiples))), "float16"), multiples).instructions == count
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid", "hardswish", "exp", "identity"])
 def test_folding_saves_an_instruction_of_the_pair(name):
     assert folded(name, 2).instructions <= plain(name, 2).instructions - 1

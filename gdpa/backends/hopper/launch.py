@@ -44,9 +44,6 @@ OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 
 # 0.707 -> 0.692, 512 rows 0.632 -> 0.649, 2048 rows 0.747 -> 0.823; gelu_tanh 0.625 -> 0.556, 0.534 -> 0.561, 0.608 -> 0.718.
 ROWS_FOR_THREE = 512
 
-# Of eight groups of eight keys, those whose activation relieves the special-function unit (gdpa/gates.py), by dtype and D.
-RELIEVED_EIGHTHS = {(torch.bfloat16, 64): 0, (torch.float16, 64): 0, (torch.float16, 128): 0}
-
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -164,7 +161,7 @@ def _needs_mask(problem: Problem) -> bool:
 
 
 def _has_many_rows(problem: Problem) -> bool:
-    """Whether so many rows share the error budget that packed scores, rounded twice, stay inside it, and gates (gdpa/gates.py)."""
+    """Whether so many rows share the error budget that packed scores, rounded twice, stay inside it."""
     rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
     return rows * problem.heads >= FEWEST_PACKED_ROWS
 
@@ -267,13 +264,9 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDes
     return [descriptor(q, CONSUMER_ROWS), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(out, CONSUMER_ROWS)]
 
 
-def _constants(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None, eighths: int | None = None
-) -> dict[str, Any]:
-    """The kernel's compile-time arguments, in its order; `eighths` in place of RELIEVED_EIGHTHS."""
-    if eighths is None:
-        eighths = RELIEVED_EIGHTHS.get((problem.dtype, problem.head_dim), 0) if _has_many_rows(problem) else 0
-    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon", eighths=eighths)
+def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None) -> dict[str, Any]:
+    """The kernel's compile-time arguments, in its order."""
+    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
     mask_tail = _needs_mask(problem)
     count = consumers(problem)
     # A mask would part the pairs of packed scores. At D = 64 they are no faster, or spill.
@@ -281,7 +274,7 @@ def _constants(
     # Worth up to 4 %, in fp16 3 to 11 %. A mask has no registers to spare for it, nor has any activation with three consumers.
     early = DIVIDES.value and not mask_tail and count == 2
     return {
-        "activate": functions.open_packed if packed else functions.relieved or functions.scaled,
+        "activate": functions.open_packed if packed else functions.scaled,
         "finish": functions.finish_packed if packed else rounded,
         "factor": functions.factor,
         "HEADS": problem.heads,
@@ -309,15 +302,13 @@ def compile_forward(
     form: str = "packed",
     kv_heads: int = 4,
     rows: int = 256,
-    eighths: int | None = None,
 ) -> Any:
-    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, `rows` a sequence, `eighths`
-    in place of RELIEVED_EIGHTHS."""
+    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, `rows` a sequence."""
     q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
     out = q.new_empty(problem.output_shape)
     arguments = (*_descriptors(q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
-    constants = _constants(problem, q, k, v, out, None, eighths)
+    constants = _constants(problem, q, k, v, out, None)
     with target_architecture(90):
         return forward_kernel.warmup(*arguments, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]], grid=(1,))
 
