@@ -348,11 +348,22 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         ({"activation": "gelu", "form": "shared-query", "q_lengths": (7,), "k_lengths": (5, 300)}, False),
         ({"activation": "gelu", "q_lengths": (13, 2)}, False),
         ({"activation": "silu"}, False),
-        ({"activation": "gelu", "head_dim": 64}, False),
+        ({"activation": "gelu", "head_dim": 64}, True),
+        ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500)}, False),
         ({"activation": "gelu", "dtype": torch.float16}, False),
         ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
     ],
-    ids=["gelu", "a few rows for each of several", "too few for each", "few rows", "silu", "narrow", "fp16", "heads that differ"],
+    ids=[
+        "gelu",
+        "a few rows for each of several",
+        "too few for each",
+        "few rows",
+        "silu",
+        "narrow",
+        "narrow, three consumers",
+        "fp16",
+        "heads that differ",
+    ],
 )
 def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     from gdpa.backends.gpu import precision_of
