@@ -31,11 +31,11 @@ from gdpa.device_helpers import PORTABLE as _PORTABLE_HELPERS
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
 from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold, spelled
-from gdpa.graph import SCORE, Operand, Ref, Statement, formulas
+from gdpa.graph import SCORE, Graph, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
 
-GENERATOR_VERSION = 14
+GENERATOR_VERSION = 15
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class _Writer:
 
     def function(self, name: str, expression: Expression, outputs: int) -> str:
         """One device function of `s`: f alone, or the pair with its common subexpressions computed once."""
-        graph = expression.pair_for(self._precision).select(*range(outputs))
+        graph = self._graph(expression, outputs)
         named = zip(("f(s)", "f'(s)"), formulas(graph), strict=False)
         lines = [f"# {label} = {formula}" for label, formula in named]
         lines += ["@jit", f"def {name}(s):"]
@@ -325,11 +325,14 @@ class _Writer:
             lines.append(f"    t{i} = {self._statement(statement)}")
         return "\n".join([*lines, f"    return {', '.join(map(_output, graph.outputs))}"])
 
+    def _graph(self, expression: Expression, outputs: int) -> Graph:
+        return expression.value_for(self._precision) if outputs == 1 else expression.pair_for(self._precision)
+
     def folded_functions(
         self, name: str, number: int, expression: Expression, multiples: tuple[Coefficient | None, ...], lifts: bool = False
     ) -> list[str]:
         """The function `name` of the raw `s` and `scale`, and of `weight` where a multiple has it, and that of its factors."""
-        graph = spelled(expression.pair_for(self._precision).select(*range(len(multiples))), self._precision)
+        graph = spelled(self._graph(expression, len(multiples)), self._precision)
         raised = lift(graph) if lifts else None
         folded = fold(graph, multiples) if raised is None else raised
         self.lifted |= raised is not None
@@ -367,7 +370,7 @@ class _Writer:
 
     def packed_function(self, number: int, expression: Expression) -> str | None:
         """The f of `folded_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
-        folded = fold(spelled(expression.pair_for(self._precision).select(0), self._precision))
+        folded = fold(spelled(self._graph(expression, 1), self._precision))
         if not folded.gated:
             return None
         constants = dict.fromkeys(x for step in folded.steps for x in step.operands if isinstance(x, Coefficient))

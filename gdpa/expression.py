@@ -40,6 +40,10 @@ class Expression:
         """`pair` for results that are rounded to this dtype: in fewer operations, some of them fitted."""
         return lower(self.shorter or self.joint, precision)
 
+    def value_for(self, precision: Precision) -> Graph:
+        """The first output of `pair_for`, f; where it is wanted alone it may have another form."""
+        return lower((self.shorter or self.joint).select(0), precision)
+
     @cached_property
     def value_graph(self) -> Graph:
         """The torch-level graph of f alone."""

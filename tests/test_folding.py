@@ -177,9 +177,10 @@ def test_results_times_factors_are_the_function_at_the_scaled_score(interpreted,
     s, results = interpreted
     value, y, d, weighted_y, weighted_d, factors = (result.double() for result in results[name, 0, precision, scale])
     x = s.double() * float(torch.tensor(scale))
-    graph = Activation(keys[name]).expression.pair_for(precision)
+    expression = Activation(keys[name]).expression
+    graph, alone = expression.pair_for(precision), expression.value_for(precision)
+    assert_as_accurate_as_float32(value * factors[0], lambda x: alone.evaluate(x)[0], x)
     for actual, output in (
-        (value * factors[0], 0),
         (y * factors[1], 0),
         (d * factors[2], 1),
         (weighted_y * factors[3], 0),
