@@ -54,21 +54,26 @@ class TestPlan:
         assert launch.way_of_dq(problem, False) == launch.NONE
 
     @pytest.mark.parametrize(
-        ("form", "keys", "way"),
+        ("form", "keys", "activation", "way"),
         [
-            ("dense", 256, "THROUGH_DQ"),
-            ("dense", 1024, "THROUGH_DQ"),
-            ("dense", 1025, "THROUGH_V"),
-            ("dense-key", 512, "THROUGH_DQ"),
-            ("packed", 64, "THROUGH_V"),
-            ("shared-query", 64, "THROUGH_V"),
+            ("dense", 256, "silu", "THROUGH_DQ"),
+            ("dense", 512, "silu", "THROUGH_DQ"),
+            ("dense", 513, "silu", "THROUGH_V"),
+            ("dense", 513, "relu", "THROUGH_V"),
+            ("dense", 1024, "gelu_tanh", "THROUGH_DQ"),
+            ("dense", 1024, ["silu", "silu", "gelu", "silu"], "THROUGH_DQ"),
+            ("dense", 1025, "gelu_tanh", "THROUGH_V"),
+            ("dense-key", 512, "gelu", "THROUGH_DQ"),
+            ("packed", 64, "gelu", "THROUGH_V"),
+            ("shared-query", 64, "silu", "THROUGH_V"),
         ],
     )
-    def test_the_way_of_dv(self, form, keys, way):
+    def test_the_way_of_dv(self, form, keys, activation, way):
         """Jagged keys go through V whatever their lengths, which the host does not know."""
         from gdpa.backends.hopper import launch_backward as launch
 
-        problem = make_case(form, q_lengths=(3,) * 4, k_lengths=(keys,) * 4, heads=4, head_dim=8).problem
+        options = {"heads": 4, "head_dim": 8, "activation": activation, "dtype": torch.bfloat16}
+        problem = make_case(form, q_lengths=(3,) * 4, k_lengths=(keys,) * 4, **options).problem
         assert launch.way_of_dv(problem, True) == getattr(launch, way)
         assert launch.way_of_dv(problem, False) == launch.NONE
 

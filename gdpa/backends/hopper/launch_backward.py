@@ -49,15 +49,25 @@ def way_of_dq(problem: Problem, needs_dq: bool) -> int:
 
 
 # Tiles that are short and alike end often and together: the next one's values should not wait for dV. Where dQ waits for other programs,
-# dV should not wait for dQ. Through V -> through dQ on an H200, of the floor, silu and gelu_tanh: 512 keys 0.775 -> 0.795 and
-# 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762; packed keys up to 2048 0.775 -> 0.740 and 0.724 -> 0.682.
-MOST_KEYS_THROUGH_DQ = 1024
+# dV should not wait for dQ, and a consumer with a short activation is there sooner. Through V -> through dQ on an H200, of the floor, silu
+# and gelu_tanh: 512 keys 0.775 -> 0.795 and 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762; packed keys up to 2048
+# 0.775 -> 0.740 and 0.724 -> 0.682.
+MOST_KEYS_THROUGH_DQ = 512
+MOST_KEYS_THROUGH_DQ_LONG = 1024  # of activations with more instructions than silu's
+SHORT_INSTRUCTIONS = 6
 
 
 def way_of_dv(problem: Problem, needs_dv: bool) -> int:
     if not needs_dv:
         return NONE
-    return THROUGH_DQ if problem.key_side != "packed" and problem.key_rows <= MOST_KEYS_THROUGH_DQ else THROUGH_V
+    if problem.key_side == "packed" or problem.key_rows > MOST_KEYS_THROUGH_DQ_LONG:
+        return THROUGH_V
+    return THROUGH_DQ if problem.key_rows <= MOST_KEYS_THROUGH_DQ or _is_long(problem) else THROUGH_V
+
+
+def _is_long(problem: Problem) -> bool:
+    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
+    return functions.instructions > SHORT_INSTRUCTIONS
 
 
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
