@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,25 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "gdpa.models", "gdpa.distributed.parallel"])
 
 
+class Died(AssertionError):
+    """A rank was ended by a signal, with no exception of its own: so far a thread of gloo's on a busy machine, once in some twenty runs of
+    all tests."""
+
+
 def run_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
     """[function(rank, *arguments) of each rank], inside a process group of them all.
 
-    A rank that raises fails the test with its traceback; so do ranks that have not finished after `timeout` seconds, which are killed.
+    A rank that raises fails the test with its traceback; so do ranks that have not finished after `timeout` seconds, which are killed, and
+    ranks that die of a signal twice in a row.
     """
+    try:
+        return _run_ranks(function, arguments, ranks, timeout)
+    except Died as error:
+        warnings.warn(f"{function.__name__}, tried again: {error}", stacklevel=2)
+        return _run_ranks(function, arguments, ranks, timeout)
+
+
+def _run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int, timeout: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         processes = [_context.Process(target=_rank, args=(rank, ranks, folder, function, arguments)) for rank in range(ranks)]
         for process in processes:
@@ -38,12 +53,16 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2, tim
                 if time.monotonic() > end:
                     raise TimeoutError(f"{function.__name__}: {ranks} ranks had not finished after {timeout} s")
                 time.sleep(0.02)
+            codes = [process.exitcode for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
-        assert not errors, "\n".join(errors)
+        errors = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error-*")))
+        died = {rank: code for rank, code in enumerate(codes) if code is not None and code < 0}
+        if died:
+            raise Died(f"ranks died of signals, {died}\n{errors}")
+        assert not errors, f"exit codes {codes}\n{errors}"
         assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
         return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(ranks)]
 
