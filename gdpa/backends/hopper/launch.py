@@ -269,9 +269,9 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
     functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
     mask_tail = _needs_mask(problem)
     count = consumers(problem)
-    # A mask would part the pairs of packed scores. With three consumers, of long sequences at D = 64, they are no faster. Of the floor on an
-    # H200, gelu_tanh without and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682 and
-    # 0.667.
+    # A mask would part the pairs of packed scores. With three consumers, of long sequences at D = 64, they are no faster. Of the floor on
+    # an H200, gelu_tanh without and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682
+    # and 0.667.
     packed = functions.open_packed is not None and count == 2 and not mask_tail and _has_many_rows(problem)
     # Worth up to 4 %, in fp16 3 to 11 %. A mask has no registers to spare for it, nor has any activation with three consumers.
     early = DIVIDES.value and not mask_tail and count == 2
