@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.pool
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -426,6 +428,29 @@ def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_a_call_that_wants_more_workers_does_not_close_the_pool_under_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_plan, "_pool", None)
+    monkeypatch.setattr(cpu_plan, "_pool_size", 0)
+    case = make_case(q_lengths=(40, 65, 3), heads=4, seed=16)
+    cpu_plan._workers(2)
+    submit = ThreadPoolExecutor.submit
+    others: list[threading.Thread] = []
+
+    def meets_another(self: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
+        if not others:
+            others.append(threading.Thread(target=cpu_plan._workers, args=(3,)))
+            others[0].start()
+            others[0].join(0.5)  # it ends at once, or waits for this call
+        return submit(self, function, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", meets_another)
+        check(case, "cpu")
+    others[0].join()
+    assert cpu_plan._pool_size == 3
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_forked_process_makes_workers_of_its_own() -> None:
     case = make_case(q_lengths=(40, 65, 3), heads=4, seed=17)
     cpu_plan._workers(2)
@@ -565,6 +590,17 @@ def test_short_sequences_that_are_all_empty_on_one_side_give_zeros(form: str, em
     half = (0,) * 8 + (3,) * 4  # whole runs of it are empty
     lengths = {"queries": (none, some), "keys": (some, none), "half": (half, half[::-1])}[empty]
     check(make_case(form, q_lengths=lengths[0], k_lengths=lengths[1], out_scale="per-sequence"), "cpu")
+
+
+@pytest.mark.parametrize(("form", "empty"), [("packed", "queries"), ("packed", "keys"), ("shared-query", "keys")])
+def test_short_sequences_without_pairs_give_zeros_where_out_scale_is_one_over_their_length(form: str, empty: str) -> None:
+    lengths = (3, 0, 5, 2, 7, 1, 0, 4, 6, 2)
+    others = (2, 4, 3, 5, 1, 2, 3, 4, 5, 1)
+    q_lengths, k_lengths = (lengths, others) if empty == "queries" else (others, lengths)
+    case = make_case(form, q_lengths=q_lengths, k_lengths=k_lengths, out_scale="per-sequence", activation="sigmoid")
+    case = case.with_inputs(out_scale=1 / torch.tensor(lengths))
+    assert cpu_short.takes(case.problem, *case.inputs[3:5])
+    check(case, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,10 @@ def divide(costs: Sequence[int], work: Callable[[Iterable[int]], None]) -> None:
             work(taken())
 
     try:
-        for future in [_workers(threads).submit(worker) for _ in range(threads)]:
+        with _pool_lock:  # another thread's call may want more workers, and close the pool that this one was given
+            pool = _workers(threads)
+            futures = [pool.submit(worker) for _ in range(threads)]
+        for future in futures:
             future.result()
     finally:
         order.clear()  # after an error the other workers stop at their next task
@@ -319,7 +322,7 @@ def _work_through(work: Callable[[Chunk, Workspace], None], chunks: Iterable[Chu
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
-_pool_lock = threading.Lock()
+_pool_lock = threading.RLock()
 
 
 def _workers(count: int) -> ThreadPoolExecutor:
@@ -348,7 +351,7 @@ def _workers(count: int) -> ThreadPoolExecutor:
 def _forget_workers() -> None:
     """A forked child has none of its parent's threads, and may have its lock held."""
     global _pool, _pool_size, _pool_lock
-    _pool, _pool_size, _pool_lock = None, 0, threading.Lock()
+    _pool, _pool_size, _pool_lock = None, 0, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_workers)

@@ -169,7 +169,8 @@ def _runs(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | 
     queries = row_ranges(cu_seqlens_q, problem.batch, problem.query_rows)
     keys = row_ranges(cu_seqlens_k, problem.batch, problem.key_rows)
     scores = [problem.heads * q_len * k_len for (_, q_len), (_, k_len) in zip(queries, keys, strict=True)]
-    order = sorted(range(problem.batch), key=scores.__getitem__, reverse=True)
+    # Results start as zeros, which is what sequences without pairs leave: scaled here, theirs would be NaN where out_scale is 1 / length.
+    order = sorted((b for b in range(problem.batch) if scores[b]), key=scores.__getitem__, reverse=True)
     start = 0
     while start < len(order):
         longest = scores[order[start]]
