@@ -55,6 +55,8 @@ def captures(fn: Any) -> str | None:
     if fn.__dict__:
         return f"the attribute {next(iter(fn.__dict__))!r}"
     for kind, path in _reads(fn.__code__):
+        if kind == "cell":
+            continue  # there is no closure: a variable of this function, seen by one nested in it
         value = getattr(builtins, path[0], None) if path[0] not in fn.__globals__ else fn.__globals__[path[0]]
         if kind == "import":
             value = sys.modules.get(path[0])

@@ -191,6 +191,9 @@ class Graph:
 
 def _materialise(operation: Operation, arguments: list[Any], s: torch.Tensor) -> None:
     """Turn into 0-dimensional tensors, in place, the numbers that the operation does not take as they are."""
+    for i, kind in enumerate(operation.operands):
+        if kind == "b" and isinstance(arguments[i], bool):
+            arguments[i] = torch.full((), arguments[i], dtype=torch.bool, device=s.device)
     floats = [i for i, kind in enumerate(operation.operands) if kind == "f"]
     if operation.takes_numbers:
         if any(isinstance(arguments[i], torch.Tensor) for i in floats):
@@ -265,6 +268,10 @@ class Builder:
             return chosen if operand_text(chosen) == operand_text(other) else None
         if name == "neg":
             return self._negate(operands[0])
+        if name in ("logical_and", "logical_or"):
+            constant, other = operands if isinstance(operands[0], bool) else operands[::-1]
+            if isinstance(constant, bool):
+                return other if constant == (name == "logical_and") else constant
         if name not in ("add", "sub", "mul", "div", "pow"):
             return None
         left, right = operands

@@ -8,6 +8,7 @@ Registered with `Library.define` and `impl`: with gradients the custom_op decora
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -201,13 +202,17 @@ def _below_autograd(run: Callable[..., Any]) -> Callable[..., Any]:
     return below
 
 
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _autograd(function: type[torch.autograd.Function], operator: str, implementation: Callable[..., Any], tensors: int) -> None:
     """The operator's first `tensors` arguments are differentiated."""
     overload = getattr(torch.ops.gdpa, operator).default
     runs: dict[int, Callable[..., Any]] = {}  # by dispatch keys, of which a process sees a few sets
 
     def record(keys: Any, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in arguments[:tensors]):
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments):
             raise GdpaError("forward-mode differentiation of gdpa.attention is not implemented; expected reverse mode (backward)")
         run = runs.get(keys.raw_repr())
         if run is None:
@@ -217,6 +222,11 @@ def _autograd(function: type[torch.autograd.Function], operator: str, implementa
         if torch.is_grad_enabled():
             for x in arguments[:tensors]:
                 if x.requires_grad:
+                    if torch._C._are_functorch_transforms_active():
+                        raise GdpaError(
+                            "torch.func (grad, vjp, jacrev, or vmap of tensors that require grad) is not implemented for "
+                            "gdpa.attention; expected torch.autograd (backward)"
+                        )
                     return function.apply(run, None, arguments[tensors:], *arguments[:tensors])
         return run(*arguments)
 
@@ -228,17 +238,26 @@ _autograd(_AttentionBackward, "backward", _backward, 4)
 
 
 def _autocast(device_type: str, key: str) -> None:
-    """Under autocast q, k, v are cast and the output has the autocast dtype. float64 stays, as in torch's own rules."""
+    """Under autocast q, k, v are cast and the output has the autocast dtype. float64 stays, as in torch's own rules.
+
+    The backward casts nothing: like the forward it runs without autocast, which would cast the operands of the products inside it.
+    """
+    without_autocast = partial(torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
 
     def cast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         if not q.dtype == k.dtype == v.dtype:
             raise GdpaError(f"q, k, v: expected one dtype after autocast to {dtype}, got {q.dtype}, {k.dtype}, {v.dtype}")
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+        with without_autocast():
             return torch.ops.gdpa.forward.default(q, k, v, *options)
 
+    def keep(*arguments: Any) -> Any:
+        with without_autocast():
+            return torch.ops.gdpa.backward.default(*arguments)
+
     library.impl("forward", cast, key)
+    library.impl("backward", keep, key)
 
 
 _autocast("cpu", "AutocastCPU")

@@ -205,6 +205,15 @@ def aliases_module(s):
     return s * settings.ALPHA
 
 
+def calls_a_local_function(s):
+    factor = 2.0
+
+    def inner(x):
+        return x * factor
+
+    return inner(s)
+
+
 def dynamic_global(s):
     return s * globals()["ALPHA"]
 
@@ -347,6 +356,7 @@ def test_captures_says_what_is_captured():
     x = 3
     assert captures(lambda s: torch.relu(s) ** 2 + math.pi) is None
     assert captures(lambda s: functional.silu(s) * float("2") + max(1, 2)) is None
+    assert captures(calls_a_local_function) is None
     assert captures(torch.relu) is None
     assert captures(functional.silu) is None
     assert captures(torch.Tensor.exp) is None
@@ -399,6 +409,7 @@ def no_capture(s):
         functional.silu,
         torch.Tensor.exp,
         no_capture,
+        calls_a_local_function,
         lambda s: torch.relu(s) ** 2 / 64,
         ["gelu", lambda s: s * 5],
         [Activation(lambda s: s * 3), torch.tanh],
