@@ -122,6 +122,16 @@ def test_other_files_are_refused(tmp_path):
         movielens(ratings, out, max_history=0)
 
 
+def test_the_ratings_are_not_replaced_by_their_examples(tmp_path):
+    ratings, link = tmp_path / "ratings.csv", tmp_path / "link"
+    ratings.write_text(text_of(made_up()))
+    link.symlink_to(ratings)
+    for out in (ratings, link):
+        with pytest.raises(gdpa.GdpaError, match="^out: expected another file than the ratings"):
+            movielens(ratings, out)
+    assert ratings.read_text() == text_of(made_up())
+
+
 def test_a_user_is_read_when_the_examples_of_the_one_before_are_taken(tmp_path, monkeypatch):
     (tmp_path / "ratings.csv").write_text(text_of(made_up()))
     users, read, taken = convert._users, [], []

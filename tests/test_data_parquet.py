@@ -10,8 +10,8 @@ import torch
 from test_data_schema import SCHEMA, assert_same, small_batch
 
 import gdpa
-from gdpa.data.parquet import ParquetReader, write
-from gdpa.data.schema import Schema, concatenate
+from gdpa.data.parquet import ParquetReader, of_size, write
+from gdpa.data.schema import Batch, Schema, concatenate
 from gdpa.data.synthetic import SyntheticClicks
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -74,6 +74,19 @@ def test_shuffling_keeps_every_example_and_a_seed_means_one_order(clicks_file, a
     assert list(dict.fromkeys(row // 64 for row in rows)) != list(range(5)), "the row groups come in another order too"
     order, expected = (batch.dense[:, 0].argsort() for batch in (first, all_clicks))
     assert_same(first.select(order), all_clicks.select(expected))
+
+
+def test_joining_small_pieces_takes_time_in_proportion_to_their_number(all_clicks, monkeypatch):
+    """A log whose users have an example each comes in pieces of one row."""
+    ones = [all_clicks.rows(place, place + 1) for place in range(len(all_clicks))]
+    asked, length = [], Batch.__len__
+    monkeypatch.setattr(Batch, "__len__", lambda batch: asked.append(1) or length(batch))
+    for size in (len(ones), len(ones) - 1, 7):
+        asked.clear()
+        found = list(of_size(iter(ones), size))
+        assert len(asked) < 8 * len(ones), size
+        assert [length(batch) for batch in found] == [size] * (len(ones) // size) + ([len(ones) % size] if len(ones) % size else [])
+        assert_same(concatenate(found), all_clicks)
 
 
 def test_row_groups_are_read_one_at_a_time_and_a_broken_one_is_reported(clicks_file, tmp_path):

@@ -62,6 +62,8 @@ def movielens(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise GdpaError(f"{name}: expected an integer of at least {least}, got {value!r}")
     path = Path(ratings)
+    if path.exists() and Path(out).exists() and path.samefile(out):
+        raise GdpaError(f"out: expected another file than the ratings, which it would replace, got {out}")
     last_user = last_movie = examples = 0
     for user in _users(path):
         last_user, last_movie = user.user, max(last_movie, int(user.movies.max()))

@@ -273,16 +273,19 @@ class ParquetReader:
 def of_size(pieces: Iterable[Batch], size: int) -> Iterator[Batch]:
     """The examples of `pieces` in batches of `size`; the last may be smaller."""
     waiting: list[Batch] = []
+    count = 0  # of the examples in them: adding up their lengths at every piece would take the square of the pieces' number
     for piece in pieces:
         waiting.append(piece)
-        if sum(map(len, waiting)) < size:
+        count += len(piece)
+        if count < size:
             continue
         joined, start = concatenate(waiting), 0
-        while start + size <= len(joined):
+        while start + size <= count:
             yield joined.rows(start, start + size)
             start += size
-        waiting = [joined.rows(start, len(joined))] if start < len(joined) else []
-    if waiting and sum(map(len, waiting)):
+        waiting = [joined.rows(start, count)] if start < count else []
+        count -= start
+    if count:
         yield concatenate(waiting)
 
 
