@@ -1,8 +1,6 @@
 """`python -m gdpa` is the command line."""
 
-import sys
-
-from gdpa.cli import main
+from gdpa.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from rich import box
@@ -30,6 +31,21 @@ DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 # Tables keep their columns when the output goes to a file.
 PLAIN_WIDTH = 130
+
+
+def run() -> NoReturn:
+    """The command's process: main, and its end.
+
+    A rank of torchrun ends without the interpreter's own end. Two that had finished their run aborted in it ("terminate called without an
+    active exception"), on a busy machine. torch holds on to process groups that are destroyed (DDP, DTensor and checkpoints each do), so
+    gloo's threads are still there; one that wants the interpreter's lock while the interpreter ends is ended inside C++, which may do that.
+    """
+    status = main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -61,7 +62,8 @@ def _run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: 
         errors = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error-*")))
         died = {rank: code for rank, code in enumerate(codes) if code is not None and code < 0}
         if died:
-            raise Died(f"ranks died of signals, {died}\n{errors}")
+            stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("fault-*")))
+            raise Died(f"ranks died of signals, {died}\n{errors}\n{stacks}")
         assert not errors, f"exit codes {codes}\n{errors}"
         assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
         return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(ranks)]
@@ -69,6 +71,8 @@ def _run_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: 
 
 def _rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    faults = open(f"{folder}/fault-{rank}", "w")  # noqa: SIM115 - where it was when a signal ended it
+    faulthandler.enable(faults)
     try:
         dist.init_process_group(
             "gloo",

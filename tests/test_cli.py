@@ -256,3 +256,18 @@ def test_the_module_runs_from_a_checkout_uninstalled(tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run([sys.executable, "-m", "gdpa", "--version"], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == f"gdpa {gdpa.__version__}"
+
+
+def test_a_rank_of_torchrun_ends_without_the_interpreters_own_end(monkeypatch):
+    """Threads of its process group may outlive the run, and abort the process there."""
+    ends = []
+    monkeypatch.setattr(cli, "main", lambda: 3)
+    monkeypatch.setattr(cli.os, "_exit", ends.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):  # _exit would not have come back
+        cli.run()
+    assert ends == [3]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end:
+        cli.run()
+    assert end.value.code == 3 and ends == [3]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gdpa
 from gdpa.distributed import load_tensors, save_tensors, saved_tensors
-from gdpa.distributed.storage import DTYPES
+from gdpa.distributed.storage import DTYPES, _Writer
 
 
 def some_tensors() -> dict[str, Tensor]:
@@ -156,6 +156,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path):
             save_tensors(tmp_path, wrong)
     with pytest.raises(gdpa.GdpaError, match="could not be written: rank 0: .*No such file"):
         save_tensors(tmp_path / "absent", {"a": torch.zeros(2, 3)})
+
+
+def test_ctrl_c_while_tensors_are_written_is_no_error_of_the_file(tmp_path: Path, monkeypatch):
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Writer, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_tensors(tmp_path, {"a": torch.zeros(2)})
 
 
 def whole_tensors() -> dict[str, Tensor]:

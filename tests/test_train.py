@@ -14,10 +14,10 @@ import time
 
 import pytest
 import torch
-from helpers import clean_env
+from helpers import clean_env, spy
 from rich.console import Console
 
-from gdpa import cli, models
+from gdpa import cli, dispatch, models
 from gdpa.data import parquet
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.train import command, curves
@@ -319,7 +319,8 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
         (["--dtype", "fp16"], "--dtype: expected bf16 or fp32"),
         (["--dtype", "bf16"], "--dtype: expected one that this CPU computes in, got bf16, and torch.matmul in bfloat16 ends"),
         (["--parallel", "tp"], "--parallel: expected one of ddp, fsdp, got 'tp'"),
-        (["--seed", "-1"], "--seed: expected at least 0, got -1"),
+        (["--seed", "-1"], "--seed: expected a number from 0 to 9223372036854775807, got -1"),
+        (["--seed", str(2**64)], "--seed: expected a number from 0 to 9223372036854775807, got 18446744073709551616"),
     ):
         run(tmp_path / "run", *options, status=2)
         assert expected in capsys.readouterr().err
@@ -340,6 +341,33 @@ def test_a_folder_with_a_run_is_not_written_over_and_one_in_use_is_not_shared(wh
         fcntl.flock(file, fcntl.LOCK_EX)
         run(tmp_path / "run", status=2)
     assert "--out: expected a folder that no other run uses" in capsys.readouterr().err
+
+
+def test_checkpoints_whose_log_is_gone_are_a_run_too(whole, tmp_path, capsys):
+    """A new run's first checkpoint, older than theirs, would be the one that is removed."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints", folder / "checkpoints")
+    run(folder, "--steps", "2", "--keep", "1", status=2)
+    assert f"--out: expected a folder without a run, or --resume to go on with it, got {folder}" in capsys.readouterr().err
+
+
+def test_a_run_that_has_done_more_steps_than_are_asked_for_is_not_scored_as_one_of_them(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    before = (folder / "log.jsonl").read_text()
+    run(folder, "--steps", "5", "--resume", status=2)
+    latest = folder / "checkpoints" / "step-00000008"
+    assert f"--steps: expected at least 8, which {latest} has done, got 5" in capsys.readouterr().err
+    assert (folder / "log.jsonl").read_text() == before
+
+
+def test_a_folder_or_a_log_that_cannot_be_written_is_said(tmp_path, capsys):
+    """A folder in a file's place stands for a right that is missing, which the administrator always has."""
+    for name, expected in ((".lock", "--out: expected a folder that can be written, got"), ("log.jsonl", "could not be written")):
+        folder = tmp_path / name.removeprefix(".")
+        (folder / name).mkdir(parents=True)
+        run(folder, "--steps", "2", "--resume", status=2)
+        assert expected in capsys.readouterr().err
 
 
 def test_without_out_every_run_has_a_new_folder(monkeypatch, tmp_path, capsys):
@@ -363,9 +391,11 @@ def test_compile_compiles_the_stages_of_the_dense_part(options, compiled, monkey
     assert (", compiled, " in capsys.readouterr().out) == compiled
 
 
-def test_the_backend_that_was_asked_for_computes_the_attention(tmp_path, losses):
+def test_the_backend_that_was_asked_for_computes_the_attention(tmp_path, losses, monkeypatch):
+    calls = {name: spy(monkeypatch, dispatch.load(name), "forward") for name in ("reference", "cpu")}
     found = logs.losses(run(tmp_path / "run", "--steps", "2", "--backend", "reference") / "log.jsonl")
-    assert found == pytest.approx(losses[:2], rel=1e-4) and found != losses[:2]
+    assert found == pytest.approx(losses[:2], rel=1e-4)
+    assert calls["reference"] and not calls["cpu"]
 
 
 def test_a_log_with_a_broken_line_is_refused_by_its_number(tmp_path):

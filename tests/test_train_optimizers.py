@@ -201,6 +201,20 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     assert unused.weight.equal(before)
 
 
+def test_a_sparse_gradient_of_no_rows_is_finite():
+    """As of a table whose feature no example of the batch has, or of the shard of a divided one that no rank asked for a row of."""
+    model = Small()
+    model.tables["item"].sparse = True
+    updates = updates_of(model)
+    before = model.tables["item"].weight.detach().clone()
+    loss = (model(torch.tensor([], dtype=torch.int64)).sum() + model.head(torch.ones(1, 3))).sum()
+    loss.backward()
+    assert model.tables["item"].weight.grad._nnz() == 0
+    updates.apply(0, loss.detach())
+    updates.check()
+    assert model.tables["item"].weight.equal(before)
+
+
 @pytest.mark.parametrize(
     ("name", "group"),
     [

@@ -294,5 +294,7 @@ def _told(what: str) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {reason[0]}" for rank, reason in error.failures.items())
+            if any(isinstance(reason[0], KeyboardInterrupt) for reason in error.failures.values()):
+                raise KeyboardInterrupt from error  # torch takes Ctrl-C for a failure of the file too
+            reasons = "; ".join(f"rank {rank}: {str(reason[0]) or repr(reason[0])}" for rank, reason in error.failures.items())
             raise GdpaError(f"{what}: {reasons}") from error

@@ -24,6 +24,7 @@ from gdpa.data.schema import Schema
 from gdpa.dispatch import check_name
 from gdpa.errors import GdpaError
 from gdpa.train import world as worlds
+from gdpa.train.checkpoint import Checkpoints
 from gdpa.train.log import Log
 from gdpa.train.loop import Loop
 from gdpa.train.progress import Display
@@ -148,7 +149,8 @@ def _folder(options: argparse.Namespace, world: World) -> Folder:
         while (path := Path("runs") / f"{options.model}-{options.preset}-{number}").exists():
             number += 1
     folder = Folder(Path(world.from_first(str(path))))
-    if folder.log.exists() and not options.resume:
+    # Checkpoints without a log are a run too: this one's would be taken for the older ones and removed.
+    if (folder.log.exists() or Checkpoints(folder.checkpoints).complete()) and not options.resume:
         raise GdpaError(f"--out: expected a folder without a run, or --resume to go on with it, got {folder.path}")
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -163,11 +165,18 @@ def _owned(folder: Folder, world: World) -> Iterator[None]:
     if not world.first:
         yield
         return
-    with (folder.path / ".lock").open("w") as file:
+    lock = folder.path / ".lock"
+    try:
+        file = lock.open("w")
+    except OSError as error:
+        raise GdpaError(f"--out: expected a folder that can be written, got {folder.path}: {error.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise GdpaError(f"--out: expected a folder that no other run uses, got {folder.path}, which one does") from None
+        except OSError as error:
+            raise GdpaError(f"--out: expected a folder whose files can be locked, got {folder.path}: {error.strerror}") from None
         yield
 
 

@@ -31,9 +31,12 @@ class Log:
         old = lines(path) if step and path.exists() else []
         kept = [line for line in old if line["event"] not in ENDS and line["step"] <= step]
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(_text(line) for line in kept))
-        os.replace(partial, path)
-        self._file: TextIO = path.open("a")
+        try:
+            partial.write_text("".join(_text(line) for line in kept))
+            os.replace(partial, path)
+            self._file: TextIO = path.open("a")
+        except OSError as error:
+            raise GdpaError(f"{path}: could not be written: {error}") from error
 
     def write(self, event: str, step: int, **facts: Any) -> None:
         try:

@@ -93,6 +93,8 @@ class Loop:
         check_same(path, "config", found["config"], self.settings.identity())
         check_same(path, "schema", found["schema"], json.loads(self.source.schema.to_json()))
         check_same(path, "data", found["data"], self.source.facts)
+        if found["step"] > self.settings.steps:
+            raise GdpaError(f"--steps: expected at least {found['step']}, which {path} has done, got {self.settings.steps}")
         state.restore(path, self.model, self.updates, self.world)
         self.step = self._saved_step = found["step"]
         return True

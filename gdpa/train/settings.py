@@ -44,8 +44,8 @@ class Settings:
         for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise GdpaError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise GdpaError(f"--seed: expected at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**63:  # torch's generators take no more
+            raise GdpaError(f"--seed: expected a number from 0 to {2**63 - 1}, got {self.seed}")
         if self.parallel not in PARALLEL:
             raise GdpaError(f"--parallel: expected one of {', '.join(PARALLEL)}, got {self.parallel!r}")
 

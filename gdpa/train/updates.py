@@ -166,11 +166,9 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 def _size(grad: Tensor) -> Tensor:
     """A number that is finite where the gradient of a table is."""
     grad = _local(grad)
-    return (
-        torch.linalg.vector_norm((grad._values() if grad.is_sparse else grad).float(), torch.inf)
-        if grad.numel()
-        else grad.new_zeros(())
-    )
+    values = grad._values() if grad.is_sparse else grad
+    # None of a sparse gradient: no rank asked for a row of this shard.
+    return torch.linalg.vector_norm(values.float(), torch.inf) if values.numel() else values.new_zeros(())
 
 
 def _local(tensor: Tensor) -> Tensor:
