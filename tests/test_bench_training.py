@@ -325,8 +325,9 @@ def test_one_compilation_serves_all_backends_of_the_operator(monkeypatch, tmp_pa
         "compiled layer by layer; backend reference",
     ]
     assert counter.frame_count == 4  # start, X_sum, layer, finish
-    # 7 calls a forward: the first one, the gate's, that for memory, 3 in each of 2 rounds, and for the first provider that which compiles.
-    assert {name: ran.count(name) for name in set(ran)} == {"cpu": 10 * 7, "reference": 9 * 7}
+    # 7 calls a forward: the first one, the gate's, that for memory, 3 in each of 2 rounds, and for the first provider that which compiles
+    # and the gate's in the model that is not compiled.
+    assert {name: ran.count(name) for name in set(ran)} == {"cpu": 11 * 7, "reference": 9 * 7}
     assert gdpa.explain(*(torch.zeros(1, 2, 1, 8) for _ in range(3))).backend == "cpu"
 
 
@@ -426,6 +427,38 @@ def test_a_provider_that_computes_something_else_is_wrong(monkeypatch, tmp_path)
     ours, eager = data["rows"]
     assert ours["error"].startswith("wrong: its gradient is") and ours["samples_per_s"] is None
     assert ours["gradient_difference"] > training.TOLERANCE[False] and eager["error"] is None
+
+
+def test_a_gradient_that_compilation_loses_is_wrong(monkeypatch, tmp_path):
+    """A provider that is alone is held against itself in a model that is not compiled."""
+
+    def losing(dense):
+        encode = type(dense.encode).forward
+        dense.encode.forward = lambda events: encode(dense.encode, events).detach() + 0 * encode(dense.encode, events)
+        return 1
+
+    monkeypatch.setattr(training, "compile_stages", losing)
+    monkeypatch.setattr(training, "plain_stages", lambda dense: dense.encode.__dict__.pop("forward", None))
+    data = suite(tmp_path / "rows.json", "--model", "interformer", "--provider", "gdpa", "--compile", status=1)
+    (row,) = data["rows"]
+    assert row["error"].startswith("wrong: its gradient is") and "the same, not compiled" in row["error"]
+    assert row["gradient_difference"] > training.TOLERANCE[False] and row["samples_per_s"] is None
+    monkeypatch.setattr(training, "compile_stages", lambda dense: 1)
+    (row,) = suite(tmp_path / "right.json", "--model", "interformer", "--provider", "gdpa", "--compile")["rows"]
+    assert row["error"] is None and row["gradient_difference"] == 0
+
+
+def test_a_lost_parameter_is_told_from_rounding():
+    torch.manual_seed(0)
+    sizes = {"large": 100.0, "small": 3.0, "next to nothing": 0.1}
+    expected = {name: size * torch.nn.functional.normalize(torch.randn(50), dim=0) for name, size in sizes.items()}
+    noisy = {name: x + 0.05 * torch.nn.functional.normalize(torch.randn(50), dim=0) for name, x in expected.items()}
+    share = training.PARAMETER_SHARE[True]
+    assert training._differences(noisy, expected, share).worst < training.PARAMETER_TOLERANCE
+    whole, worst, name = training._differences({**noisy, "small": torch.zeros(50)}, expected, share)
+    assert name == "small" and whole < training.TOLERANCE[True] and worst > training.PARAMETER_TOLERANCE
+    del noisy["small"]
+    assert training._differences(noisy, expected, share) == (math.inf, math.inf, "small")
 
 
 def test_a_gradient_that_is_not_finite_is_wrong_and_does_not_stop_the_others_optimisers(monkeypatch, tmp_path):

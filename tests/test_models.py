@@ -24,6 +24,7 @@ import gdpa.models
 from gdpa.data.schema import Batch, History, Schema
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.models import PRESETS, ClickModel, Config, KunlunConfig, config_from_dict
+from gdpa.models.blocks import TokenMixer
 from gdpa.models.config import EventConfig, InterFormerConfig
 from gdpa.models.sequences import end_rows, prepend
 from gdpa.models.windows import banded_attention, window_pairs
@@ -56,7 +57,7 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 def over_tokens(module: nn.Linear, x: Tensor) -> Tensor:
     """x (tokens, width)."""
-    return module.weight @ x + module.bias[:, None]
+    return module.weight @ x + (0 if module.bias is None else module.bias[:, None])
 
 
 def norm(x: Tensor, module: nn.LayerNorm | None = None) -> Tensor:
@@ -125,7 +126,7 @@ def features(module: Any, dense: Tensor, sparse: Tensor, lengths: list[int]) -> 
 def head(module: Any, x: Tensor, first: Tensor, summaries: Tensor) -> Tensor:
     joined = torch.cat((x, summaries)).flatten()
     dots = (summaries @ first.T).flatten() / first.shape[1]
-    return (linear(module.out, gelu(linear(module.hidden, joined))) + linear(module.dots, dots))[0]
+    return (linear(module.out, gelu(norm(linear(module.hidden, joined), module.norm))) + linear(module.dots, dots))[0]
 
 
 def example(model: ClickModel, batch: Batch, index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -553,6 +554,38 @@ class TestSequences:
         rows, there = end_rows(offsets, 2, 3)
         assert rows.tolist() == [[0, 1, 0, 2, 3], [4, 5, 4, 4, 4], [6, 7, 9, 10, 11]]
         assert there.tolist() == [[True, True, False, True, True], [True, True, False, False, False], [True] * 5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_token_starts_without_variance(name: str) -> None:
+    """The LayerNorm behind the map over the features would make its gradient 300 times as large, and clipping all others' as small."""
+    torch.manual_seed(0)
+    clicks = SyntheticClicks(16)
+    model = gdpa.models.build(name, "tiny", clicks.schema)
+    mix = model.dense.features.mix
+    assert mix.out_features > mix.in_features, "more tokens than features"
+    torch.testing.assert_close(mix.weight[: mix.in_features], torch.eye(mix.in_features))
+    batch = clicks.batch(0)
+    functional.binary_cross_entropy_with_logits(model(batch), batch.labels).backward()
+    norms = torch.stack([parameter.grad.norm() for _, parameter in model.dense_parameters() if parameter.grad is not None])
+    assert mix.weight.grad is not None and mix.weight.grad.norm() < 0.5 * norms.norm()
+
+
+def test_a_map_over_tokens_reads_all_that_come_in_from_the_start() -> None:
+    mix = TokenMixer(5, 2, 8).mix.weight
+    torch.testing.assert_close(mix[:, :2], torch.eye(2))
+    assert (mix[:, 2:] != 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_not_rounded_under_autocast(name: str) -> None:
+    clicks = SyntheticClicks(16)
+    torch.manual_seed(0)
+    model = gdpa.models.build(name, "tiny", clicks.schema)
+    nn.init.normal_(model.get_parameter("dense.head.out.weight"))
+    with torch.autocast("cpu", torch.float16):
+        logits = model.dense(clicks.batch(0).dense, *model.embed(clicks.batch(0)))
+    assert logits.dtype == torch.float32 and (logits != logits.half()).float().mean() > 0.9
 
 
 class TestConfigs:

@@ -42,7 +42,7 @@ class Row:
     other_ms: float | None = None
     mfu: float | None = None
     peak_bytes: int | None = None
-    gradient_difference: float | None = None  # relative, of the dense part, from the first provider of the same function
+    gradient_difference: float | None = None  # relative, of the dense part, from the first of the same function, not compiled
     rounds: int | None = None
     error: str | None = None
     note: str | None = None

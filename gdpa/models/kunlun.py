@@ -330,7 +330,7 @@ class Interaction(nn.Module):
         self.compress = nn.Linear(inputs, experts * rank, bias=False)
         self.norms = module_list(nn.LayerNorm(size * rank) for size in self.sizes)
         self.experts = module_list(nn.Linear(size * rank, width) for size in self.sizes)
-        self.linear = nn.Linear(inputs, tokens - experts)
+        self.linear = nn.Linear(inputs, tokens - experts, bias=False)  # LayerNorm would remove one number for a whole token
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Nothing here waits for a GPU: sizes come from `History.counts`, which `Batch.to`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,22 +81,10 @@ def prepend(values: Tensor, offsets: Tensor, tokens: Tensor) -> tuple[Tensor, Te
     of_values = torch.arange(values.shape[0], device=offsets.device)
     of_values = of_values + count * (rows_to_sequences(offsets, values.shape[0]) + 1)
     places = torch.cat((of_tokens, of_values))
-    rows: Tensor = _Placed.apply(torch.cat((tokens.flatten(0, 1).to(values.dtype), values)), places)  # type: ignore[no-untyped-call]
-    return rows, joined
-
-
-class _Placed(torch.autograd.Function):
-    """Row i to places[i], all places being taken once: the gradient is a gather, where that of a gather would add rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return torch.empty_like(rows).index_copy_(0, places, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (places,) = ctx.saved_tensors
-        return gradient.index_select(0, places), None
+    sources = torch.cat((tokens.flatten(0, 1).to(values.dtype), values))
+    # Its gradient is a gather, where that of a gather would add rows up. No autograd.Function that writes into a new tensor: torch 2.11
+    # loses the gradient of one when it compiles it.
+    return sources.new_empty(sources.shape).index_copy(0, places, sources), joined
 
 
 def end_rows(offsets: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:

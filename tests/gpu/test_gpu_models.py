@@ -70,9 +70,15 @@ def test_a_compiled_model_gives_the_gradients_of_eager_mode(name: str, compiled:
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 logits = one(batch)
             torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
-        pairs = [(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)]
-        apart = sum((one - other).square().sum() for one, other in pairs) / sum(other.square().sum() for _, other in pairs)
-        assert float(apart) ** 0.5 < 0.03
+        pairs = {
+            parameter: (one.grad, other.grad)
+            for (parameter, one), other in zip(model.named_parameters(), plain.parameters(), strict=True)
+        }
+        whole = torch.stack([other.norm() for _, other in pairs.values()]).norm()
+        apart = {parameter: (one - other).norm() for parameter, (one, other) in pairs.items()}
+        assert torch.stack(list(apart.values())).norm() < 0.03 * whole
+        for parameter, (_, other) in pairs.items():  # one that is lost may be a small part of the whole
+            assert apart[parameter] < 0.2 * other.norm() + 0.01 * whole, parameter
 
 
 @BOTH
