@@ -124,7 +124,12 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     what.add_argument("--suite", metavar="NAME", help=f"{', '.join(SUITES)} (default: full on a GPU, quick on a CPU), or train")
     what.add_argument("--mode", action="append", metavar="NAME", help=f"{', '.join(MODES)} (default: forward and backward)")
     what.add_argument(
-        "--provider", "--providers", action="append", metavar="NAME", help=f"all, or some of {', '.join(providers.NAMES)}"
+        "--provider",
+        "--providers",
+        action="append",
+        metavar="NAME",
+        help=f"all, or some of {', '.join(providers.NAMES)}; gdpa-BACKEND{providers.ELSEWHERE}WHERE is that backend of another version "
+        "of gdpa: a folder with a checkout, or a commit of this one",
     )
     what.add_argument("--activation", action="append", metavar="NAME", help="may be repeated (default: gelu)")
     what.add_argument(

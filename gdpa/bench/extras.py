@@ -12,7 +12,7 @@ from gdpa import schedule
 from gdpa.bench import fresh, timing
 from gdpa.bench.cases import Case, Mode, Workload
 from gdpa.bench.gate import Entry
-from gdpa.bench.providers import Call, Provider
+from gdpa.bench.providers import Call, Provider, is_own
 from gdpa.bench.report import Report
 
 # Plain PyTorch and the reference have nothing to compile: a cold call of theirs is a warm one.
@@ -93,9 +93,7 @@ def schedule_row(workload: Workload, report: Report) -> dict[str, Any]:
         times.append(timing.clock(lambda offsets=fresh_offsets: build_schedule(workload, *offsets), device))  # type: ignore[misc]
     ms = statistics.median(times)
     forward = [
-        r.ms
-        for r in report.rows
-        if (r.case, r.mode) == (workload.case.name, "forward") and r.provider.startswith("gdpa-") and r.ms is not None
+        r.ms for r in report.rows if (r.case, r.mode) == (workload.case.name, "forward") and is_own(r.provider) and r.ms is not None
     ]
     return {**row, "ms": ms, "fraction_of_forward": ms / min(forward) if forward else None}
 

@@ -65,11 +65,13 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def commit() -> str | None:
-    """What GDPA_COMMIT says, for copies of a checkout; else the checkout's commit, marked where files differ from it; else None."""
-    if os.environ.get("GDPA_COMMIT"):
-        return os.environ["GDPA_COMMIT"]
-    root = Path(gdpa.__file__).parent.parent
+def commit(root: Path | None = None) -> str | None:
+    """The commit of a checkout, this one unless said otherwise, marked where files differ from it; None where there is none. For copies
+    of this checkout GDPA_COMMIT says it."""
+    if root is None:
+        if os.environ.get("GDPA_COMMIT"):
+            return os.environ["GDPA_COMMIT"]
+        root = Path(gdpa.__file__).parent.parent
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from gdpa.bench import plot
 from gdpa.bench.cases import MODES
-from gdpa.bench.providers import NAMES, label
+from gdpa.bench.providers import in_order, is_own, label
 from gdpa.bench.report import EXTRAS, Report, Row
 from gdpa.bench.tables import describe, duration, legend, rate, size
 
@@ -67,7 +67,7 @@ def _summaries(report: Report) -> list[str]:
     panels = sorted(dict.fromkeys((row.mode, row.activation) for row in timed), key=lambda pair: modes.index(pair[0]))
     for mode, activation in panels:
         rows = [row for row in timed if (row.mode, row.activation) == (mode, activation)]
-        names = [name for name in NAMES if any(row.provider == name for row in rows)]
+        names = in_order(row.provider for row in rows)
         cells = {(row.case, row.provider): f"{row.tflops:.3g} [{_share(row)}]" for row in rows if row.tflops is not None}
         head = "".join(f"<th>{escape(label(name))}</th>" for name in names)
         lines = [
@@ -126,7 +126,7 @@ def _table(rows: list[Row]) -> str:
                 "empty"
                 if row.ms is None
                 else "gdpa"
-                if row.provider.startswith("gdpa-")
+                if is_own(row.provider)
                 else "softmax"
                 if label(row.provider) != row.provider
                 else "other"

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gdpa.bench.cases import MODES, SUFFIXES
-from gdpa.bench.providers import NAMES, SOFTMAX, label
+from gdpa.bench.providers import ELSEWHERE, SOFTMAX, in_order, label
 from gdpa.bench.report import Report, Row
 
 # gdpa in strong colours, other implementations of such attention in pale ones, softmax yardsticks in greys.
@@ -51,7 +51,7 @@ def png(report: Report) -> bytes:
 def figure(report: Report) -> Figure:
     """Panels are broken into rows of about BARS bars, so that a page's width is enough for the full suite."""
     timed = [row for row in report.ordered() if row.ms is not None]
-    names = [name for name in NAMES if any(row.provider == name for row in timed)]
+    names = in_order(row.provider for row in timed)
     modes: tuple[str, ...] = MODES
     by_floor = any(row.fraction_of_floor is not None for row in timed)
     panels = [
@@ -111,8 +111,9 @@ def _panel(axis: Axes, title: str, groups: list[list[Row]], by_floor: bool, smal
     for group in groups:
         for place, row in enumerate(group):
             value = (row.fraction_of_floor if by_floor else row.tflops) or 0.0
-            hatch = "////" if row.provider in SOFTMAX else None
-            x, colour = start + place, COLOURS.get(row.provider, INK)
+            base, elsewhere, _ = row.provider.partition(ELSEWHERE)
+            hatch = "////" if base in SOFTMAX else "...." if elsewhere else None
+            x, colour = start + place, COLOURS.get(base, INK)
             axis.bar(x, value, 0.9, color=colour, label=label(row.provider), hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
             text = "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}"
             axis.annotate(

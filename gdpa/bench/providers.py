@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ NAMES = (
 # What materialises score matrices or compiles for a minute is measured where it is asked for.
 GPU_DEFAULT = ("gdpa-hopper", "gdpa-triton", "cudnn", "flash", "varlen", "fa3", "fa4", "hstu", "meta-triton")
 CPU_DEFAULT = ("gdpa-cpu", "eager")
+# `gdpa-hopper@WHERE`: that backend of another version of gdpa (gdpa.bench.versions).
+ELSEWHERE = "@"
 # A softmax attention is a yardstick of speed, not the same function: tables and plots say so.
 SOFTMAX = ("cudnn", "flash", "varlen", "fa3", "fa4")
 
@@ -47,6 +50,21 @@ SOFTMAX = ("cudnn", "flash", "varlen", "fa3", "fa4")
 def label(name: str) -> str:
     """A provider's name as tables and plots show it."""
     return f"{name} (softmax)" if name in SOFTMAX else name
+
+
+def is_own(name: str) -> bool:
+    """Whether it is one of this version's backends."""
+    return name.startswith("gdpa-") and ELSEWHERE not in name
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each once, as tables and plots have them: those of NAMES, each with its other versions behind it, then what they do not know."""
+
+    def place(name: str) -> tuple[int, bool]:
+        base = name.split(ELSEWHERE)[0]
+        return NAMES.index(base) if base in NAMES else len(NAMES), base != name
+
+    return sorted(dict.fromkeys(names), key=place)
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,7 @@ class Gdpa(Provider):
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.name = f"gdpa-{backend}"
+        self.package: ModuleType = gdpa
 
     def reason_against(self, workload: Workload, gradients: bool) -> str | None:
         if self.backend in ("triton", "hopper") and os.environ.get("TRITON_INTERPRET", "0") == "1":
@@ -105,11 +124,13 @@ class Gdpa(Provider):
         q, k, v = as_leaves(inputs.q, inputs.k, inputs.v)
 
         def dense() -> Tensor:
-            return gdpa.attention(q, k, v, activation, backend=self.backend)
+            out: Tensor = self.package.attention(q, k, v, activation, backend=self.backend)
+            return out
 
         def jagged() -> Tensor:
             offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-            return gdpa.attention_varlen(q, k, v, *offsets, activation=activation, backend=self.backend)
+            out: Tensor = self.package.attention_varlen(q, k, v, *offsets, activation=activation, backend=self.backend)
+            return out
 
         return Call((q, k, v), dense if workload.case.dense else jagged)
 
@@ -117,8 +138,10 @@ class Gdpa(Provider):
 @cache
 def by_name(name: str) -> Provider:
     """The provider of this name. The modules of the others are imported here, so that a fresh process loads what it needs."""
-    from gdpa.bench import external, plain, softmax
+    from gdpa.bench import external, plain, softmax, versions
 
+    if ELSEWHERE in name:
+        return versions.Elsewhere(*name.removeprefix("gdpa-").split(ELSEWHERE, 1))
     if name.startswith("gdpa-"):
         return Gdpa(name.removeprefix("gdpa-"))
     others: dict[str, type[Provider]] = {
@@ -137,12 +160,15 @@ def by_name(name: str) -> Provider:
 
 
 def chosen(names: Iterable[str] | None, gpu: bool) -> tuple[Provider, ...]:
-    """The providers asked for ("all" is every one), or the default ones of the device."""
+    """The providers asked for ("all" is every one), or the default ones of the device, as `by_name` knows them."""
     listed = list(names) if names is not None else list(GPU_DEFAULT if gpu else CPU_DEFAULT)
     if "all" in listed:
-        listed = list(NAMES)
+        listed = [*NAMES, *(name for name in listed if ELSEWHERE in name)]
     for name in listed:
-        check_choice("--provider", name, (*NAMES, "all"))
+        base, elsewhere, _ = name.partition(ELSEWHERE)
+        check_choice("--provider", base, (*NAMES, "all"))
+        if elsewhere and not base.startswith("gdpa-"):
+            raise GdpaError(f"--provider: expected one of gdpa's backends before the {ELSEWHERE}, got {name!r}")
     return tuple(by_name(name) for name in dict.fromkeys(listed))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpa.bench.cases import MODES
-from gdpa.bench.providers import NAMES
+from gdpa.bench.providers import in_order
 from gdpa.bench.timing import Rates
 from gdpa.errors import GdpaError
 
@@ -92,11 +92,11 @@ class Report:
     def ordered(self) -> list[Row]:
         """The rows by case, activation, mode and provider: those of a resumed run come in any order."""
         cases, activations = (list(dict.fromkeys(getattr(row, name) for row in self.rows)) for name in ("case", "activation"))
+        names = in_order(row.provider for row in self.rows)
 
         def place(row: Row) -> tuple[int, ...]:
             modes: tuple[str, ...] = MODES
-            provider = NAMES.index(row.provider) if row.provider in NAMES else len(NAMES)
-            return cases.index(row.case), activations.index(row.activation), modes.index(row.mode), provider
+            return cases.index(row.case), activations.index(row.activation), modes.index(row.mode), names.index(row.provider)
 
         return sorted(self.rows, key=place)
 

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gdpa.bench.cases import Case, Mode
-from gdpa.bench.providers import label
+from gdpa.bench.providers import ELSEWHERE, label
 from gdpa.bench.report import Report, Row
 
 LEGEND = {
     "spread": "spread: interquartile range / median",
     "/floor": "/floor: the share of what this machine's own matmul and copy, timed in the same rounds, allow",
     "vs eager": "vs eager: times as fast as plain PyTorch on padded tensors",
+    "vs here": "vs here: times as fast as the same backend of this version",
     "host": "host: from call to return, of calls in a row",
     "memory": "memory: peak beyond the inputs, backward with its forward",
     "error": "error: relative, against the float64 oracle",
@@ -84,16 +85,17 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> Table:
     """A column that nobody fills is left out."""
     small = max((row.tflops or 0 for row in rows), default=0) < 1
     unit, per_tflops = ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1)
-    eager = {row.mode: row.ms for row in rows if row.provider == "eager"}
+    times = {(row.mode, row.provider): row.ms for row in rows}
 
-    def against_eager(row: Row) -> str:
-        baseline = eager.get(row.mode)
-        return f"{baseline / row.ms:.2f}x" if baseline and row.ms and row.provider != "eager" else ""
+    def against(row: Row, provider: str, digits: int) -> str:
+        baseline = times.get((row.mode, provider))
+        return f"{baseline / row.ms:.{digits}f}x" if baseline and row.ms and row.provider != provider else ""
 
     columns: dict[str, Callable[[Row], str]] = {
         "time": lambda row: duration(row.ms),
         "spread": lambda row: "" if row.spread is None else f"{row.spread:.0%}",
-        "vs eager": against_eager,
+        "vs eager": lambda row: against(row, "eager", 2),
+        "vs here": lambda row: against(row, row.provider.split(ELSEWHERE)[0], 3),
         unit: lambda row: "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}",
         "/floor": lambda row: "" if row.fraction_of_floor is None else f"{row.fraction_of_floor:.2f}",
         "host": lambda row: "" if row.host_us is None else f"{row.host_us:.0f} us",

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 import gdpa
-from gdpa import dispatch
 from gdpa.activations import resolve
 from gdpa.bench.cases import Case
+from gdpa.bench.providers import ELSEWHERE
+from gdpa.bench.versions import version
 
 # Provider -> the module that compiles its kernels without a device.
 LAUNCHERS = {"gdpa-triton": "gdpa.backends.triton.launch", "gdpa-hopper": "gdpa.backends.hopper.launch"}
@@ -50,32 +51,29 @@ def compile_kernels(
     None. For a CUDA device only."""
     capability = torch.cuda.get_device_capability()
     requests = {
-        json.dumps(
-            {
-                "provider": provider,
-                "form": form_of(case),
-                "activation": activation,
-                "dim": case.dim,
-                "heads": case.heads,
-                "dtype": str(dtype).removeprefix("torch."),
-                "arch": 10 * capability[0] + capability[1],
-                "backward": backward,
-                # The hopper backward's way depends on how many keys dense sequences have.
-                "keys": keys_of(case) if backward else 0,
-            }
+        (
+            provider,
+            json.dumps(
+                {
+                    "provider": provider.split(ELSEWHERE)[0].replace("gdpa", _package(provider)[0]),
+                    "form": form_of(case),
+                    "activation": activation,
+                    "dim": case.dim,
+                    "heads": case.heads,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "arch": 10 * capability[0] + capability[1],
+                    "backward": backward,
+                    # The hopper backward's way depends on how many keys dense sequences have.
+                    "keys": keys_of(case) if backward else 0,
+                }
+            ),
         )
         for provider in providers
-        if provider in LAUNCHERS and provider.removeprefix("gdpa-") in dispatch.BACKENDS
+        if provider.split(ELSEWHERE)[0] in LAUNCHERS
         for case in cases
         for activation in activations
         # The portable backend's kernels are built together.
-        for backward in ((False, True) if gradients and provider == "gdpa-hopper" else (False,))
-    }
-    root = str(Path(gdpa.__file__).parent.parent)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-        "OMP_NUM_THREADS": "1",
+        for backward in ((False, True) if gradients and provider.startswith("gdpa-hopper") else (False,))
     }
     waiting = sorted(requests)
     running: list[subprocess.Popen[str]] = []
@@ -83,10 +81,7 @@ def compile_kernels(
     try:
         while waiting or running:
             while waiting and len(running) < (os.cpu_count() or 1):
-                command = [sys.executable, "-m", "gdpa.bench.warm", waiting.pop()]
-                running.append(
-                    subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-                )
+                running.append(_start(*waiting.pop()))
             process = running.pop(0)
             _, said = process.communicate(timeout=TIMEOUT)
             if process.returncode != 0:
@@ -99,6 +94,24 @@ def compile_kernels(
             process.kill()
             process.wait()
     return problem
+
+
+def _start(provider: str, request: str) -> subprocess.Popen[str]:
+    """A process of the provider's version of gdpa, which compiles what the request says."""
+    package, root = _package(provider)
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"{package}.bench.warm", request]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _package(provider: str) -> tuple[str, Path]:
+    """What the provider's version of gdpa is called, and the folder to import it from."""
+    _, elsewhere, where = provider.partition(ELSEWHERE)
+    if not elsewhere:
+        return "gdpa", Path(gdpa.__file__).parent.parent
+    other = version(where)
+    return other.package, other.root
 
 
 def main() -> None:
