@@ -13,6 +13,7 @@ from helpers import (
     assert_neighbours_untouched,
     backend_params,
     check,
+    check_float64,
     leaves,
     make_case,
     offsets_of,
@@ -253,7 +254,8 @@ def test_out_scale_of_any_float_dtype_is_used_in_fp32(backend, factors):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("float64_backend", ["reference", "cpu"])
 def test_float64_end_to_end(form, float64_backend):
-    check(make_case(form, **JAGGED, dtype=torch.float64, heads=4, kv_heads=2, out_scale="per-sequence"), float64_backend)
+    case = make_case(form, **JAGGED, dtype=torch.float64, heads=4, kv_heads=2, out_scale="per-sequence")
+    check_float64(case, float64_backend)
 
 
 def test_the_default_backend_of_cpu_tensors_is_cpu():
