@@ -38,18 +38,14 @@ SCHEDULE_KERNELS = 11
 FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
 # Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice a consumer, of whom long sequences have three
 # at D = 64, and last products twice or once more, there once less with the newest Triton. Of the backward: five a step, of D / 16 (S, dP),
-# 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more, and where a consumer may have no keys dQ once more.
+# 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
 HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "long"): (104, 112)}
-HOPPER_PRODUCTS |= {
-    ("backward_kernel", 128): (152, 160),
-    ("backward_kernel", 64): (128,),
-    ("backward_kernel", "without-dq"): (104,),
-}
+HOPPER_PRODUCTS |= {("backward_kernel", 128): (152,), ("backward_kernel", 64): (120,), ("backward_kernel", "without-dq"): (104,)}
 # The hopper forward's, of long activations: a few numbers of a tile that its first step has no room for.
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}  # with the installed Triton and the newest
 LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-shared")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
-BACKWARD_SPILLS = {False: (12, 80), True: (40, 260)}  # with the installed Triton and the newest
+BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
 UNSAFE_SPILLS = {False: (12, 80), True: (90, 360)}  # with a mask
 
 

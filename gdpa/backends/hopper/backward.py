@@ -56,8 +56,7 @@ tile a program takes, and what it must know of it.
     TURN + consumer          the other consumer, its products issued          the consumer, to issue its own
 
 Rows past a sequence's end are zeros in shared memory and are not written back (gpu.ragged_geometry): zero rows of dO and K make
-masks needless where f(0) and f'(0) are finite; MASK_TAIL compiles one in for the others. A tile of up to 64 keys leaves consumer 1
-without any: after the tile's first step it has its half of dQ alone (HALVES), with zeros for its part of dS.
+masks needless where f(0) and f'(0) are finite; MASK_TAIL compiles one in for the others.
 """
 
 from triton.experimental import gluon
@@ -66,18 +65,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
-from gdpa.backends.hopper.relay import (
-    NONE,
-    RELAY,
-    THROUGH_DQ,
-    THROUGH_V,
-    find_relay,
-    hand_over,
-    hand_over_dv,
-    handed,
-    reducer,
-    send_dv,
-)
+from gdpa.backends.hopper.relay import NONE, THROUGH_DQ, THROUGH_V, find_relay, hand_over, hand_over_dv, handed, reducer, send_dv
 from gdpa.backends.hopper.tiles import (
     DV_FACTOR,
     FIELDS,
@@ -126,7 +114,7 @@ def key_producer(
     mine = tile_count(tiles, PAIRED)
     for taken in range(mine):
         head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, DQ == RELAY
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
         )
         steps = block_count(q_length) * GROUP
         start, _, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
@@ -181,7 +169,7 @@ def query_producer(
     index = 0  # of the step in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, DQ == RELAY
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
         )
         d_start = q_start
         if Q_SHARED:
@@ -283,49 +271,12 @@ def give_ds(dp, slope, ds_memory, buffer, dtype: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def half_steps(
-    steps, factor, dq_desc, queries, keys, ds_memory, partial, dq_empty, keys_free, slot, stage, phase, last_from, never, returned,
-    dtype: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr, DV: gl.constexpr,
-):  # fmt: skip
-    """The steps but the first of consumer 1 in a tile that has no keys for it: its columns of dQ. Its dK and dV, whatever they are, lie
-    past the end of the sequence and are not written. Returns the stage and the phase after them, and `returned`."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    current = slot
-    for step in range(1, steps):
-        current ^= never
-        queries.wait_full(stage, phase)  # hence EMPTY has opened since this consumer was there
-        join(TURN + 1, CONSUMERS)
-        arrive(TURN, CONSUMERS)
-        arrive(EMPTY + (stage ^ 1), ALL)
-        join(TURN + 1, CONSUMERS)
-        if DQ != NONE:
-            dq_token = issue_dq(ds_memory, keys.tile(current), stage ^ 1, 1, D)
-        arrive(TURN, CONSUMERS)
-        if DQ != NONE:
-            dq = warpgroup_mma_wait(0, deps=[dq_token])
-            returned = hand_over(
-                dq, factor, dq_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, DV),
-                step > last_from, last_from, returned, DQ, 1,
-            )  # fmt: skip
-            if step == 1:  # dS of keys that are not there; the tile's first step has left zeros in the other buffer
-                ds_memory.index(stage).slice(KEYS, KEYS).store(gl.zeros([KEYS, ROWS], dtype, s_layout))
-                fence_async_shared()
-            arrive(DS + 2 * stage + 1, CONSUMERS)
-        if step == 1:
-            store_wait(0)  # dK of the tile before has left
-            mbarrier.arrive(keys_free, count=1)
-        phase ^= stage
-        stage ^= 1
-    return stage, phase, returned
-
-
-@gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
     tiles, scale,
     activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
     PAIRED: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
-    DQ: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, HALVES: gl.constexpr, WHICH: gl.constexpr,
+    DQ: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -406,15 +357,7 @@ def consumer(
         current = slot
         last_from = read(note, LAST_FROM)
         never = read(note, NOTHING)
-        full_from = 1
-        if HALVES and WHICH == 1:  # noqa: SIM102 - this is known when it is compiled, the other is not
-            if read(note, KEY_ROW) >= RAGGED - KEYS:  # all keys of the tile are consumer 0's
-                stage, phase, returned = half_steps(
-                    steps, factor, dq_desc, queries, keys, ds_memory, partial, dq_empty, keys_free,
-                    slot, stage, phase, last_from, never, returned, dtype, D, DQ, DV,
-                )  # fmt: skip
-                full_from = steps
-        for step in range(full_from, steps):
+        for step in range(1, steps):
             # Written so that the addresses of keys and staging memory are not the same in every step for the compiler: it would keep
             # them all ready, sixteen registers, and reload them from local memory, which lies in L2, before the first product.
             current ^= never
@@ -510,7 +453,7 @@ def backward_kernel(
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
     STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr,
-    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, HALVES: gl.constexpr,
+    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -542,11 +485,11 @@ def backward_kernel(
         [
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, HALVES, 0,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 0,
             )),
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, HALVES, 1,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 1,
             )),
             (query_producer, (
                 q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,

@@ -70,12 +70,6 @@ def _is_long(problem: Problem) -> bool:
     return functions.instructions > SHORT_INSTRUCTIONS
 
 
-def has_halves(problem: Problem) -> bool:
-    """Whether tiles of more than a step may end with 64 keys or fewer, which are one consumer's."""
-    steps = problem.query_side == "packed" or problem.query_rows > STEP_ROWS or problem.group > 1
-    return steps and (problem.key_side == "packed" or 0 < problem.key_rows % TILE <= TILE // 2)
-
-
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
 # 0.97 to 1.01 ms so on an H200, 0.93 and 0.94 in pairs. The queries of a pair are few enough for what it reads twice to stay in L2, and
 # the pairs many enough to keep all programs busy.
@@ -303,7 +297,6 @@ def _recipe_key(
         way_of_dq(problem, needs[0]),
         way_of_dv(problem, needs[2]),
         is_paired(problem, multiprocessors(q.device)),
-        has_halves(problem),
         problem.deterministic,
         needs,
     )
@@ -404,7 +397,6 @@ def _constants(
         "ORDERED": problem.deterministic,
         "WITH_DK": needs[1],
         "DV": way_of_dv(problem, needs[2]),
-        "HALVES": has_halves(problem),
     }
 
 

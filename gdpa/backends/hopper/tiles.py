@@ -77,20 +77,13 @@ def tile_count(tiles, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def find_tile(
-    taken, records_ptr, q_rows, k_rows, k_tiles,
-    KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, RELAYED: gl.constexpr,
-):  # fmt: skip
+def find_tile(taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr):
     """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
-    its queries, its tiles).
-
-    Where programs pass dQ on (RELAYED), the tiles of a (sequence, head) follow one another, so that those who have them are at it at the
-    same time. With the heads in turn, more of them are at different tiles in their rows, and wait.
-    """
+    its queries, its tiles)."""
     number = taken // 2 if PAIRED else taken
     number = gl.program_id(0) + number * gl.num_programs(0)
     head = number % KV_HEADS
-    entry = number // KV_HEADS  # one of the sequence's
+    entry = number // KV_HEADS
     if PAIRED:
         entry = entry * 2 + taken % 2
     if HAS_LIST:
@@ -110,10 +103,6 @@ def find_tile(
         q_start = sequence * q_rows
         q_length = q_rows
         count = k_tiles
-    if RELAYED and not PAIRED:
-        place = number - (entry - row // TILE) * KV_HEADS  # among the tiles of all heads of the sequence
-        head = place // count
-        row = (place % count) * TILE
     return head, sequence, k_start, k_length, row, q_start, q_length, count
 
 
