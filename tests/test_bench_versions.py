@@ -78,10 +78,13 @@ def test_a_commit_is_a_version_with_operators_of_its_own():
     )
 
 
-def test_a_backend_that_the_other_version_cannot_run_says_why():
+def test_a_backend_that_the_other_version_cannot_run_says_why(monkeypatch):
     other = providers.by_name(f"gdpa-hopper@{ROOT}")
     workload = build(Case.named("self-6", Size(1, 1, 64)), "gelu", torch.float32, torch.device("cpu"))
-    assert "hopper" in other.reason_against(workload, True)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert other.reason_against(workload, True).startswith("backend: 'hopper' cannot run this call: ")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert other.reason_against(workload, True).startswith("TRITON_INTERPRET=1: ")
 
 
 @pytest.mark.parametrize(
@@ -129,3 +132,16 @@ def test_the_kernels_of_a_version_are_compiled_ahead_by_its_own_code(monkeypatch
         assert arguments[:3] == [sys.executable, "-m", f"{other.package}.bench.warm"]
         # A provider as the renamed modules call it.
         assert json.loads(arguments[3])["provider"] in other.module("bench.warm").LAUNCHERS
+
+
+def test_a_kernel_compiles_under_the_other_name(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    for name in ("GDPA_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    provider = f"{versions.version(str(ROOT)).package}-hopper"
+    facts = {"form": "packed", "activation": "silu", "dim": 64, "heads": 2, "dtype": "bfloat16", "arch": 90, "backward": False}
+    process = warm._start(f"gdpa-hopper@{ROOT}", json.dumps({"provider": provider, **facts, "keys": 0}))
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert list((tmp_path / "TRITON_CACHE_DIR").rglob("*.cubin"))

@@ -111,13 +111,17 @@ class Gdpa(Provider):
     def reason_against(self, workload: Workload, gradients: bool) -> str | None:
         if self.backend in ("triton", "hopper") and os.environ.get("TRITON_INTERPRET", "0") == "1":
             return "TRITON_INTERPRET=1: the interpreter is for tests, its times mean nothing"
-        if self.backend not in dispatch.BACKENDS:
-            return f"this gdpa has no backend {self.backend!r}"
-        reason = dispatch.reason_against(self.backend, workload.problem)
+        reason = self._refusal(workload)
         if reason is None and self.backend == "reference":
             wide = torch.promote_types(workload.problem.dtype, torch.float32)
             reason = lacks_memory(workload, workload.case.pairs, wide, gradients)
         return reason
+
+    def _refusal(self, workload: Workload) -> str | None:
+        """What the backend has against it."""
+        if self.backend not in dispatch.BACKENDS:
+            return f"this gdpa has no backend {self.backend!r}"
+        return dispatch.reason_against(self.backend, workload.problem)
 
     def prepare(self, workload: Workload) -> Call:
         inputs, activation = workload.inputs, workload.activation
@@ -160,7 +164,7 @@ def by_name(name: str) -> Provider:
 
 
 def chosen(names: Iterable[str] | None, gpu: bool) -> tuple[Provider, ...]:
-    """The providers asked for ("all" is every one), or the default ones of the device, as `by_name` knows them."""
+    """The providers asked for ("all" is every one), or the default ones of the device."""
     listed = list(names) if names is not None else list(GPU_DEFAULT if gpu else CPU_DEFAULT)
     if "all" in listed:
         listed = [*NAMES, *(name for name in listed if ELSEWHERE in name)]

@@ -1,7 +1,8 @@
 """Another version of gdpa beside this one, in the same process, so that both are timed in the same rounds.
 
 A process has one package of a name and one torch operator of a name. So the other version's modules are copied to a temporary folder in
-which they are called something else, wherever the word stands: imports, operators, caches.
+which they are called something else, wherever the word stands: imports, operators, the folder of generated code in the user's cache,
+which stays.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Elsewhere(Gdpa):
         self.package = self.version.module()
         self.note = None if self.version.commit is None else f"commit {self.version.commit[:7]}{self.version.commit[40:]}"
 
-    def reason_against(self, workload: Workload, gradients: bool) -> str | None:
-        q, k, v, *offsets = workload.inputs
+    def _refusal(self, workload: Workload) -> str | None:
+        """By its public functions: what lies behind them may be another's than this version's."""
+        q, k, v, *offsets = workload.inputs[:5]
         try:
             self.package.explain(q, k, v, *offsets, activation=workload.activation, backend=self.backend)
         except (self.package.BackendUnavailable, self.package.UnsupportedActivation) as error:
