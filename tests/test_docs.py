@@ -207,3 +207,7 @@ def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypat
     (tmp_path / "h200-train.json").write_text(json.dumps(train))
     assert "| model | gdpa | eager |" in readme.tables()[1]
     assert "| a b | 1,234 (10, 2.3; 2 GB) | - |" in readme.tables()[1]
+    large = train | {"rows": [train["rows"][0] | {"samples_per_s": 5678.0}]}
+    (tmp_path / "h200-train-768.json").write_text(json.dumps(large))
+    assert "5,678" in readme.page()
+    assert "5,678" not in "".join(readme.tables())

@@ -20,6 +20,7 @@ RESULTS = ROOT / "results"
 GPU_FILES = ("h200-forward.json", "h200-backward.json")
 PAGE_FILES = (*GPU_FILES, "h200-forward-64.json")  # docs/results.md has room for more
 TRAIN_FILE = "h200-train.json"
+PAGE_TRAIN_FILES = (TRAIN_FILE, "h200-train-768.json")
 CPU_FILE = "cpu.json"
 RATIO_FILE = "cpu-ratio.json"
 
@@ -241,10 +242,9 @@ def page() -> str:
         "[benchmarking.md](benchmarking.md).",
     ]
     named = gpu_tables(PAGE_FILES)
-    train, cpu, ratio = load(TRAIN_FILE), load(CPU_FILE), load(RATIO_FILE)
+    cpu, ratio = load(CPU_FILE), load(RATIO_FILE)
     parts += [f"{gpu_table(name, data)}\n\n{header_lines(data)}" for name, data in named]
-    if train is not None:
-        parts.append(train_table(TRAIN_FILE, train))
+    parts += [train_table(name, data) for name, data in gpu_tables(PAGE_TRAIN_FILES)]
     if cpu is not None:
         parts.append(f"{cpu_table(CPU_FILE, cpu)}\n\n{header_lines(cpu)}")
     if ratio is not None:
