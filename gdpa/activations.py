@@ -140,6 +140,9 @@ class Activation:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an Activation cannot be changed, got an assignment to {name!r}")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an Activation cannot be changed, got a deletion of {name!r}")
+
     @classmethod
     def from_key(cls, key: str) -> Activation:
         """The activation whose `key` this is, a built-in's name included; raises GdpaError where it is malformed."""

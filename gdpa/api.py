@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -90,8 +91,14 @@ def attention(
         raise GdpaError(f"q: expected (B, Sq, H, D), got shape {tuple(q.shape)}")
     if k.is_nested and k.shape[1] != v.shape[1] and not _same_lengths(k_offsets, v_offsets):
         raise GdpaError("v: expected the lengths (the offsets) of k, got other ones")
+    if q.is_nested and k.is_nested and q_offsets.shape[0] != k_offsets.shape[0]:  # type: ignore[union-attr]
+        raise GdpaError(f"k: expected a batch of {q.shape[0]} (that of q), got {k.shape[0]}")
     out = _call(q_values, k_values, v_values, q_offsets, k_offsets, None, None, *options)
-    return torch.nested.nested_tensor_from_jagged(out, offsets=q_offsets) if q.is_nested else out
+    if not q.is_nested:
+        return out
+    # With what q knows of its lengths, or its padded form would have another shape.
+    lengths = {"min_seqlen": q._maybe_min_seqlen, "max_seqlen": q._maybe_max_seqlen}  # type: ignore[attr-defined]
+    return torch.nested.nested_tensor_from_jagged(out, offsets=q_offsets, **lengths)
 
 
 def attention_varlen(
@@ -212,6 +219,8 @@ def explain(
     problem = describe(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, keys, scale, out_scale_value, (left, right), deterministic
     )
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        problem = replace(problem, dtype=torch.get_autocast_dtype(q.device.type))
     return dispatch.explain(problem, backend)
 
 

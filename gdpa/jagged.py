@@ -65,6 +65,8 @@ def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> 
         raise GdpaError(f"offsets: expected an int32 or int64 tensor of shape (B + 1,), got {_describe(offsets)}")
     if isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 0:
         raise GdpaError(f"max_len: expected an integer of at least 0, got {max_len!r}")
+    if not isinstance(fill, (bool, int, float)):
+        raise GdpaError(f"fill: expected a number, got {fill!r}")
     offsets = offsets.to(packed.device, torch.int64).clamp(0, packed.shape[0])
     position = torch.arange(max_len, device=packed.device)
     row = offsets[:-1, None] + position

@@ -222,8 +222,9 @@ def _softplus_backward(grad: Term, x: Term, beta: Term, threshold: Term) -> Term
     return grad * (x * beta).gt(threshold).choose(1.0, z / (z + 1.0))
 
 
-def _outside(x: Term, bound: Term) -> Term:
-    return x.abs().gt(bound)
+def _inside(x: Term, bound: Term) -> Term:
+    """Not where x is NaN, which shrinking keeps."""
+    return x.abs().le(bound)
 
 
 # Operation -> its primitive-level form. The conventions at kinks are those of ATen's kernels.
@@ -260,10 +261,10 @@ _RULES: dict[str, Callable[..., Term]] = {
     "mish_backward": _mish_backward,
     "log_sigmoid": lambda x: x.minimum(0.0) - (-x.abs()).exp().log1p(),
     "log_sigmoid_backward": _log_sigmoid_derivative,
-    "softshrink": lambda x, bound: x.gt(bound).choose(x - bound, x.lt(-bound).choose(x + bound, 0.0)),
-    "softshrink_backward": lambda grad, x, bound: _outside(x, bound).choose(grad, 0.0),
-    "hardshrink": lambda x, bound: _outside(x, bound).choose(x, 0.0),
-    "hardshrink_backward": lambda grad, x, bound: _outside(x, bound).choose(grad, 0.0),
+    "softshrink": lambda x, bound: x.gt(bound).choose(x - bound, x.lt(-bound).choose(x + bound, x * 0.0)),
+    "softshrink_backward": lambda grad, x, bound: _inside(x, bound).choose(0.0, grad),
+    "hardshrink": lambda x, bound: _inside(x, bound).choose(0.0, x),
+    "hardshrink_backward": lambda grad, x, bound: _inside(x, bound).choose(0.0, grad),
     "pow": _pow,
     "div": _divide,
     "reciprocal": lambda x: 1.0 / x,

@@ -168,8 +168,17 @@ def check_max_seqlen(name: str, value: int | None) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise GdpaError(f"{name}: expected an integer or None, got {value!r}")
-    if value < 0:
+    if _is_negative(value):
         raise GdpaError(f"{name}: expected at least 0, got {value}")
+
+
+def _is_negative(value: int | torch.SymInt) -> bool:
+    """False of a number that a traced program will know only when it runs."""
+    if not torch.compiler.is_compiling() and isinstance(value, int):
+        return value < 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes half a second, which a program that traces has spent
+
+    return guard_or_false(value < 0)
 
 
 def _check_side_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
@@ -349,11 +358,21 @@ def row_ranges(offsets: Tensor | None, batch: int, rows: int) -> list[tuple[int,
 
 
 def allowed_pairs(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
-    """How many (query, key) pairs the masks allow, over the batch: what FLOP counts rest on."""
+    """How many (query, key) pairs the masks allow, over the batch: what FLOP counts rest on. Offsets that hold no numbers, on the meta
+    device or fake, are taken for sequences of the longest length, or of the whole buffer where that is not known."""
+    from torch._subclasses.fake_tensor import is_fake  # takes a while to import, which a program with fake tensors has spent
+
     left, right = problem.window
     total = 0
-    queries = row_ranges(cu_seqlens_q, problem.batch, problem.query_rows)
-    keys = row_ranges(cu_seqlens_k, problem.batch, problem.key_rows)
+    queries, keys = (
+        [(0, rows if longest is None else min(longest, rows))] * problem.batch
+        if offsets is not None and (offsets.is_meta or is_fake(offsets))
+        else row_ranges(offsets, problem.batch, rows)
+        for offsets, rows, longest in (
+            (cu_seqlens_q, problem.query_rows, problem.max_seqlen_q),
+            (cu_seqlens_k, problem.key_rows, problem.max_seqlen_k),
+        )
+    )
     for (_, q_len), (_, k_len) in zip(queries, keys, strict=True):
         if not problem.masked:
             total += q_len * k_len
@@ -375,7 +394,7 @@ def _allowed_keys(q_len: int, k_len: int, left: int, right: int) -> Iterator[tup
 def window_mask(q_len: int, k_len: int, window: tuple[int, int], device: torch.device) -> Tensor:
     """The mask M of one sequence, (q_len, k_len) bool: key j is allowed for query i when
     i + k_len - q_len - left <= j <= i + k_len - q_len + right."""
-    left, right = window
+    left, right = (min(side, q_len + k_len) for side in window)  # more than that would be past what an int64 holds
     diagonal = torch.arange(q_len, device=device)[:, None] + (k_len - q_len)
     key = torch.arange(k_len, device=device)[None, :]
     mask = torch.ones(q_len, k_len, dtype=torch.bool, device=device)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -73,13 +74,22 @@ def _refuse(what: str) -> UnsupportedActivation:
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Trace the same expression whatever surrounds the call: no_grad, autocast, a default device, dispatch modes."""
+    """Trace the same expression whatever surrounds the call: no_grad, autocast, a default device or dtype, dispatch modes, anomaly mode,
+    hooks on saved tensors (checkpointing has some, which would count the trace's tensors among the caller's), transforms of torch.func."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch.get_default_dtype() != torch.float32:  # of the whole process: other threads see it too
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
         yield
 
 

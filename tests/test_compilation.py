@@ -273,3 +273,16 @@ class TestExport:
         program = torch.export.export(Call(), case.inputs[:3])
         assert torch.equal(program.module()(*case.inputs[:3]), case.call(*case.inputs[:3]))
         assert any(node.target is torch.ops.gdpa.forward.default for node in program.graph.nodes)
+
+
+def test_a_max_seqlen_that_is_known_when_the_program_runs() -> None:
+    """As flash-attn's users have it: the longest length, read from the offsets."""
+    q, offsets = torch.randn(8, 4, 8), torch.tensor([0, 3, 3, 8])
+
+    def attend(q: Tensor, offsets: Tensor) -> Tensor:
+        longest = int(offsets.diff().max())
+        return gdpa.attention_varlen(q, q, q, offsets, offsets, longest, longest)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, offsets)
+    assert torch.equal(out, attend(q, offsets))

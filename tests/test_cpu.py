@@ -683,3 +683,30 @@ def test_whole_score_matrices_match_the_oracle(
 def test_which_batches_are_computed_sequence_by_sequence(options: dict[str, Any], taken: bool) -> None:
     case = make_case(**{"q_lengths": (90, 5), "k_lengths": (80, 7), "heads": 2, "dtype": torch.float32, **options})
     assert cpu_whole.takes(case.problem, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k) is taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("form", ["dense", "dense-key"])
+def test_a_factor_for_each_of_several_equal_sequences(form: str, dtype: torch.dtype) -> None:
+    """Large enough to be computed in the output's own memory, which is no contiguous block of the sequences' rows."""
+    q, k = torch.randn(4, 256, 4, 64, dtype=dtype), torch.randn(4, 32, 4, 64, dtype=dtype)
+    factors = torch.tensor([0.5, -1.0, 0.0, 3.0], dtype=dtype)
+    if form == "dense":
+        out = gdpa.attention(q, k, k, out_scale=factors, backend="cpu")
+        expected = gdpa.attention(q, k, k, backend="cpu") * factors[:, None, None, None]
+    else:
+        offsets = torch.arange(5) * 256
+        out = gdpa.attention_varlen(q.flatten(0, 1), k, k, offsets, None, out_scale=factors, backend="cpu").view_as(q)
+        expected = gdpa.attention(q, k, k, backend="cpu") * factors[:, None, None, None]
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("length", [4, 200])
+@pytest.mark.parametrize("option", ["scale", "out_scale"])
+def test_a_factor_of_zero_hides_no_nan(option: str, length: int) -> None:
+    q, k = torch.randn(1, length, 2, 8), torch.randn(1, length, 2, 8)
+    q[0, 1] = float("nan")
+    for backend in ("reference", "cpu"):
+        out = gdpa.attention(q, k, k, "gelu", backend=backend, **{option: 0.0})
+        assert out[0, 1].isnan().all(), backend
+        assert not out[0, 2].isnan().any(), backend

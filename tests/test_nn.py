@@ -72,8 +72,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def mean_factors() -> Tensor:
-    """The operator uses per-sequence factors in float32, whatever the inputs are."""
-    return torch.tensor([1 / max(length, 1) for length in LENGTHS]).double()[:, None, None]
+    return torch.tensor([1 / max(length, 1) for length in LENGTHS], dtype=torch.float64)[:, None, None]
 
 
 def expected_self_attention(module: SelfAttention, x: Tensor, dt: Tensor | None = None) -> Tensor:

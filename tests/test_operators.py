@@ -26,6 +26,7 @@ from helpers import (
     make_case,
     spy,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -309,6 +310,18 @@ class TestFlops:
         with FlopCounterMode(display=False) as backward:
             out.backward(case.d_out)
         assert backward.get_total_flops() == 2 * (3 * head_dim + 2 * value_dim) * heads * pairs
+
+    def test_offsets_without_numbers_are_taken_for_the_longest_sequences(self):
+        q = torch.empty(8, 4, 16, device="meta")
+        offsets = torch.empty(4, dtype=torch.int64, device="meta")
+        for longest, rows in ((5, 5), (None, 8)):
+            with FlopCounterMode(display=False) as counter:
+                gdpa.attention_varlen(q, q, q, offsets, offsets, longest, longest)
+            assert counter.get_total_flops() == 2 * (16 + 16) * 4 * 3 * rows**2
+        with FakeTensorMode() as mode, FlopCounterMode(display=False) as counter:
+            q, offsets = (mode.from_tensor(x) for x in (torch.zeros(8, 4, 16), torch.tensor([0, 3, 8])))
+            gdpa.attention_varlen(q, q, q, offsets, offsets, 5, 5)
+        assert counter.get_total_flops() == 2 * (16 + 16) * 4 * 2 * 5**2
 
     def test_the_backend_makes_no_difference(self):
         case = make_case(**SMALL)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -412,3 +414,57 @@ def test_a_named_backend_that_cannot_run_raises_its_reason_and_never_falls_back(
     with pytest.raises(gdpa.BackendUnavailable, match="float64"):
         gdpa.explain(**call, backend="triton")
     assert "float64" in gdpa.explain(**call).why_not["triton"]
+
+
+def test_explain_goes_by_autocasts_dtype():
+    q = torch.randn(1, 16, 1, 64)
+    with spied_problems() as problems, torch.autocast("cpu", torch.bfloat16):
+        gdpa.explain(q, q, q)
+        gdpa.explain(q.double(), q.double(), q.double())
+    assert [problem.dtype for problem in problems] == [torch.bfloat16, torch.float64]
+
+
+@contextmanager
+def spied_problems():
+    found = []
+    real = dispatch.explain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "explain", lambda problem, backend: (found.append(problem), real(problem, backend))[1])
+        yield found
+
+
+def test_a_window_as_wide_as_an_integer_is_none():
+    q = torch.randn(1, 6, 1, 8)
+    for side in ((-1, sys.maxsize), (sys.maxsize, -1), (sys.maxsize, sys.maxsize)):
+        for backend in ("reference", "cpu"):
+            out = gdpa.attention(q, q, q, "sigmoid", window_size=side, backend=backend)
+            torch.testing.assert_close(out, gdpa.attention(q, q, q, "sigmoid", backend=backend))
+
+
+def test_a_nested_result_pads_as_its_queries_do():
+    q = torch.nested.nested_tensor([torch.randn(length, 2, 8) for length in (3, 5)], layout=torch.jagged)
+    out = gdpa.attention(q, q, q)
+    assert torch.nested.to_padded_tensor(out, 0.0).shape == torch.nested.to_padded_tensor(q, 0.0).shape
+    assert (out + q).shape == q.shape
+
+
+def test_nested_tensors_of_other_batches_are_refused_by_the_callers_argument():
+    three, two = (
+        torch.nested.nested_tensor([torch.randn(length, 2, 8) for length in lengths], layout=torch.jagged)
+        for lengths in ((3, 5, 2), (4, 4))
+    )
+    with pytest.raises(gdpa.GdpaError, match=r"k: expected a batch of 3 \(that of q\), got 2"):
+        gdpa.attention(three, two, two)
+
+
+@pytest.mark.parametrize("fill", [None, "0", torch.zeros(())])
+def test_what_is_no_number_fills_nothing(fill):
+    with pytest.raises(gdpa.GdpaError, match="fill: expected a number"):
+        gdpa.unpack(torch.randn(8, 4), torch.tensor([0, 3, 8]), 5, fill=fill)
+
+
+def test_an_activation_keeps_what_it_is():
+    activation = gdpa.Activation("silu")
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del activation.key
+    assert activation.key == "silu"

@@ -1,17 +1,21 @@
 """Tracing user-written activations, the texts that carry them, and the device code made of them."""
 
+import functools
 import json
 import math
 import os
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+import gdpa
 import gdpa.tracing
 from gdpa.errors import GdpaError, UnsupportedActivation
 from gdpa.graph import Graph, Ref, Statement, formulas, parse_graph
@@ -423,3 +427,89 @@ except ImportError as error:
 
 def test_everything_but_device_code_works_without_triton():
     assert run_python(WITHOUT_TRITON).split() == ["9.0", "gelu", "True", "ImportError"]
+
+
+def hidden(s):
+    return torch.tanh(s) * 2
+
+
+class Hidden(torch.nn.Module):
+    """Traced anew at every call: what a module holds may have changed."""
+
+    def forward(self, s):
+        return hidden(s)
+
+
+SURROUNDINGS = {
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "hooks that round": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x.bfloat16(), lambda x: x.float()),
+    "hooks through numpy": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy),
+    "no hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+}
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+def test_what_surrounds_a_call_does_not_change_the_expression(surroundings):
+    expected = trace(hidden)
+    with surroundings():
+        assert trace(Hidden()) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_change_the_expression(dtype):
+    fns = (lambda s: s * torch.tensor(0.1), lambda s: torch.where(s > 0, 1.0, -1.0) * s)
+    expected = [trace(fn) for fn in fns]
+    torch.set_default_dtype(dtype)
+    try:
+        assert [trace(fn) for fn in fns] == expected
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_callable_inside_checkpointing():
+    module = Hidden()
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        q, k = torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 5, 4, 8)
+
+        def attend(q, k=k):
+            return gdpa.attention(q.sin(), k, k, module).cos().sum()
+
+        loss = checkpoint(attend, q, use_reentrant=False) if recompute else attend(q)
+        loss.backward()
+        gradients.append(q.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_callable_inside_vmap():
+    q = torch.randn(3, 2, 5, 4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gdpa::forward has no batching rule: torch loops
+        out = torch.vmap(lambda q: gdpa.attention(q, q, q, Hidden()))(q)
+    assert torch.equal(out, torch.stack([gdpa.attention(x, x, x, hidden) for x in q]))
+
+
+FACTOR = 1.0
+
+
+@functools.wraps(functional.silu)
+def wrapped(s):
+    return FACTOR * functional.silu(s)
+
+
+def test_a_function_that_says_it_is_torchs_is_read_anew_where_it_is_not(monkeypatch):
+    x = torch.randn(1, 4, 2, 8)
+    before = gdpa.attention(x, x, x, wrapped)
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    torch.testing.assert_close(gdpa.attention(x, x, x, wrapped), 3 * before)
+
+
+@pytest.mark.parametrize("fn", [functional.softshrink, functional.hardshrink])
+def test_shrinking_keeps_nan(fn):
+    graph = trace(fn).pair_for("float32")
+    value, slope = graph.evaluate(torch.tensor([math.nan, 0.2, -3.0]))
+    assert value[0].isnan()
+    assert value[1:].tolist() == fn(torch.tensor([0.2, -3.0])).tolist()
+    assert slope[1:].tolist() == [0.0, 1.0]

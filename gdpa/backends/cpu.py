@@ -304,4 +304,4 @@ class _KeyGradient:
 
 def _multiply(x: Tensor, factors: Tensor) -> None:
     """x [N, F*R, features] times one number for each of the block's sequences."""
-    x.view(factors.shape[0], -1).mul_(factors[:, None])
+    x.unflatten(0, (factors.shape[0], -1)).mul_(factors[:, None, None, None])

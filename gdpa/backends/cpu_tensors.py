@@ -153,6 +153,8 @@ class Workspace:
 
 def product(result: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, *, accumulate: bool = False) -> None:
     """result = factor * a @ b, or += when accumulating; otherwise its old contents, NaN included, are ignored."""
+    if factor == 0:  # which baddbmm takes for a product of zeros, whatever a and b hold
+        a, factor = a * 0, 1.0
     torch.baddbmm(result, a, b, beta=1 if accumulate else 0, alpha=factor, out=result)
 
 

@@ -95,7 +95,7 @@ class AttentionModule(nn.Module):
             out_scale = 1.0 / k.shape[1]
         else:
             # A sequence without keys has zeros for its output, whatever the factor.
-            out_scale = 1.0 / torch.diff(cu_seqlens_k).clamp(min=1).to(torch.float32)
+            out_scale = 1.0 / torch.diff(cu_seqlens_k).clamp(min=1).to(torch.promote_types(q.dtype, torch.float32))
         return self.operator(
             q,
             k,

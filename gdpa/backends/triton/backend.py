@@ -40,9 +40,13 @@ def supports(problem: Problem) -> str | None:
     if problem.dtype == torch.float64:
         return "it computes in bfloat16, float16 and float32, and q is float64"
     for name, size in (("q", problem.head_dim), ("v", problem.value_dim)):
-        if size % 8 or not 8 <= size <= 256:
+        if not is_head_dimension(size):
             return f"the head dimension of {name} is {size}, and it takes multiples of 8 from 8 to 256"
     return None
+
+
+def is_head_dimension(size: int) -> bool:
+    return size % 8 == 0 and 8 <= size <= 256
 
 
 def forward(
