@@ -29,6 +29,9 @@ from gdpa.problem import describe
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+# The kernels are compiled in CI from this one on.
+OLDEST_ARCHITECTURE = 80
+
 # Tables keep their columns when the output goes to a file.
 PLAIN_WIDTH = 130
 
@@ -41,7 +44,7 @@ def run() -> NoReturn:
     gloo's threads are still there; one that wants the interpreter's lock while the interpreter ends is ended inside C++, which may do that.
     """
     status = main()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -396,9 +399,17 @@ def _precompile(options: argparse.Namespace) -> int:
         raise GdpaError("--arch: expected a compute capability such as 80, 90 or 100, since there is no GPU here to take it from")
     from gdpa.backends.gpu import architecture
     from gdpa.backends.hopper.backend import HEAD_DIMENSIONS
+    from gdpa.backends.triton.backend import is_head_dimension
     from gdpa.backends.triton.launch import precompile
 
     value_dim = options.value_dim or options.dim
+    for name, size in (("--dim", options.dim), ("--value-dim", value_dim)):
+        if not is_head_dimension(size):
+            raise GdpaError(f"{name}: expected a multiple of 8 from 8 to 256, got {size}")
+    if options.arch is not None and options.arch < OLDEST_ARCHITECTURE:
+        raise GdpaError(
+            f"--arch: expected a compute capability from {OLDEST_ARCHITECTURE} on, such as 90 or 100, got {options.arch}"
+        )
     arch = options.arch or architecture(torch.device("cuda", torch.cuda.current_device()))
     on_hopper = arch == 90 and options.dim == value_dim in HEAD_DIMENSIONS and options.dtype.itemsize == 2 and not options.causal
     for name in activations:

@@ -544,4 +544,15 @@ def test_a_damaged_file_of_the_suite_is_refused(tmp_path, capsys):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"header": {"suite": "train"}, "rows": [{"model": "kunlun"}]}))
     assert cli.main(["bench", "--show", str(path)]) == 2
-    assert "--show: expected rows with model, preset, provider" in capsys.readouterr().err
+    assert "--show: expected a header with models and rows with model, preset, provider" in capsys.readouterr().err
+    path.write_text(json.dumps({"header": {"suite": "train"}, "rows": []}))
+    assert cli.main(["bench", "--show", str(path)]) == 2
+
+
+def test_a_model_that_cannot_be_made_is_a_failure(monkeypatch, capsys):
+    def broken(*arguments, **options):
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(training.models, "from_config", broken)
+    assert cli.main(["bench", "--device", "cpu", "--suite", "train", "--model", "kunlun", "--seconds", "0.1"]) == 1
+    assert "failed: ValueError: no such model" in " ".join(capsys.readouterr().out.split())

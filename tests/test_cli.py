@@ -14,8 +14,9 @@ from helpers import clean_env
 
 import gdpa
 from gdpa import cli
-from gdpa.bench import providers, run, timing
+from gdpa.bench import providers, report, run, timing
 from gdpa.bench.cases import FULL
+from gdpa.errors import GdpaError
 
 SMALL = ["bench", "--device", "cpu", "--batch", "2", "--heads", "1", "--dim", "8", "--seconds", "0.01"]
 SIGNS = ["--provider", "gdpa-cpu", "--case", "self-16-jag", "--mode", "forward"]
@@ -271,3 +272,84 @@ def test_a_rank_of_torchrun_ends_without_the_interpreters_own_end(monkeypatch):
     with pytest.raises(SystemExit) as end:
         cli.run()
     assert end.value.code == 3 and ends == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--case", ""], "--case: expected a name, or some with commas, got ''"),
+        (["--provider", ","], "--provider: expected a name"),
+        (["--seed", "-1"], "--seed: expected a number from 0"),
+        (["--seed", str(2**63)], "--seed: expected a number from 0"),
+        (["--plot", "rows.svg"], "--plot: expected a name that ends with .png, got rows.svg"),
+        (["--plot", "rows"], "--plot: expected a name that ends with .png"),
+        (["--compare", "a.json", "b.json", "--json", "c.json"], "--json: expected without --compare"),
+        (["--show", "a.json", "--json", "c.json"], "--json: expected without --show"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_refuses_before_it_measures(options, message, capsys):
+    assert cli.main([*SMALL, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_pipe_is_not_replaced_by_a_file(capsys, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert cli.main([*SMALL, *SIGNS, "--json", str(pipe)]) == 2
+    assert "--json: expected a file in a folder that can be written" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_training_file_is_shown_and_no_picture_of_it_is_promised(capsys, tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps({"header": {"suite": "train", "models": {}}, "rows": []}))
+    assert cli.main(["bench", "--show", str(path)]) == 0
+    assert cli.main(["bench", "--show", str(path), "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot: expected without --show of a training step's file" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_costs_the_file_and_not_the_table(capsys, tmp_path, monkeypatch):
+    def full(path):
+        raise GdpaError(f"{path}: could not be written: no space left")
+
+    monkeypatch.setattr(report, "replacing", full)
+    assert cli.main([*SMALL, *SIGNS, "--json", str(tmp_path / "rows.json")]) == 2
+    printed = capsys.readouterr()
+    assert "gdpa-cpu" in printed.out
+    assert "no space left" in printed.err
+    assert "wrote" not in printed.out
+
+
+def test_file_names_are_printed_as_they_are(capsys, tmp_path):
+    path = tmp_path / "rows[final].json"
+    assert cli.main([*SMALL, *SIGNS, "--json", str(path)]) == 0
+    assert "rows[final].json" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dim", "512"], "--dim: expected a multiple of 8 from 8 to 256, got 512"),
+        (["--dim", "7"], "--dim: expected a multiple of 8"),
+        (["--dim", "64", "--value-dim", "12"], "--value-dim: expected a multiple of 8"),
+        (["--dim", "64", "--arch", "12"], "--arch: expected a compute capability from 80 on"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_precompile_refuses_what_no_kernel_takes(options, message, capsys):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert cli.main(["precompile", "--activation", "gelu", "--arch", "80", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"), [({"WORLD_SIZE": "2"}, "RANK: expected"), ({"WORLD_SIZE": "x"}, "WORLD_SIZE: expected")]
+)
+def test_ranks_that_torchrun_did_not_start_are_refused(variables, message, capsys, monkeypatch, tmp_path):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--device", "cpu", "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err

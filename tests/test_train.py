@@ -447,3 +447,34 @@ def test_the_other_commands_do_not_import_the_trainer():
     )
     done = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_scores_are_printed_though_the_picture_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "curves.png").mkdir()
+    run(tmp_path, "--steps", "2")
+    printed = capsys.readouterr()
+    assert LAST_LINE.fullmatch(printed.out.strip().split("\n")[-1])
+    assert "no picture" in printed.err
+
+
+def test_as_many_examples_are_held_out_as_were_asked_for(tmp_path):
+    run(tmp_path, "--steps", "2", "--evaluation-examples", "11")
+    assert logs.lines(tmp_path / "log.jsonl")[-1]["examples"] == 11
+
+
+def test_a_log_that_cannot_be_read_and_stray_files_beside_checkpoints_are_no_tracebacks(tmp_path, capsys):
+    run(tmp_path, "--steps", "4")
+    (tmp_path / "checkpoints" / ".step-foo").write_text("")
+    run(tmp_path, "--steps", "5", "--resume")
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\n")
+    run(tmp_path, "--steps", "6", "--resume", status=2)
+    assert "expected a log that can be read" in capsys.readouterr().err
+
+
+def test_tables_that_no_memory_holds_are_said(tmp_path, capsys, monkeypatch):
+    def full(*arguments, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+
+    monkeypatch.setattr(command.models, "from_config", full)
+    run(tmp_path, "--steps", "2", status=2)
+    assert "--preset, --schema: expected weights and tables that cpu has memory for" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Row-wise Adagrad against its formula; warm-up, clipping and the guard of `Updates`."""
 
+import copy
 import doctest
 import math
 
@@ -226,3 +227,34 @@ def test_a_sparse_gradient_of_no_rows_is_finite():
 )
 def test_parameter_groups_are_parts_of_the_model(name, group):
     assert group_of(name) == group
+
+
+def test_state_that_is_loaded_stays_float32_whatever_the_tables_are():
+    table = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
+    optimizer = RowwiseAdagrad([table])
+    for _ in range(300):
+        table.grad = torch.ones_like(table)
+        optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    table.grad = torch.ones_like(table)
+    optimizer.step()
+    total = optimizer.state[table]["sum"]
+    assert total.dtype == torch.float32
+    assert total.tolist() == [301.0] * 4, "bfloat16 has no 301"
+
+
+def test_tables_may_be_added_and_optimizers_copied():
+    first, second = (nn.Parameter(torch.zeros(4, 3)) for _ in range(2))
+    optimizer = RowwiseAdagrad([first])
+    optimizer.add_param_group({"params": [second]})
+    with pytest.raises(GdpaError, match="expected tables of shape"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    twin = copy.deepcopy(optimizer)
+    for one in (optimizer, twin):
+        for group in one.param_groups:
+            for table in group["params"]:
+                table.grad = torch.ones_like(table)
+        one.step()
+        assert [len(group["params"]) for group in one.param_groups] == [1, 1]
+    assert second.abs().min() > 0
+    assert torch.equal(twin.param_groups[1]["params"][0], second)

@@ -4,6 +4,7 @@ import threading
 import time
 from itertools import islice
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -193,3 +194,26 @@ def test_nothing_is_made_after_the_last_batch_is_taken():
 def test_a_batch_for_the_cpu_is_not_copied(clicks):
     batch = clicks.batch(0)
     assert source.pinned(batch, torch.device("cpu")) is batch
+
+
+def test_files_of_as_many_other_rows_are_other_data(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = SyntheticClicks(20, seed=4, median_length=3, max_length=6)
+    for number, path in enumerate(sorted(folder.glob("*.parquet"))):
+        rows = parquet.row_count(path)
+        parquet.write(other / path.name, islice(changed.batches(100 * number), rows // 20), changed.schema, row_group=12)
+    before, after = (Parquet(path, 8, seed=0).facts for path in (folder, other))
+    assert before["row_groups"] == after["row_groups"]
+    assert before != after
+    assert before == Parquet(folder, 8, seed=0).facts
+
+
+def test_empty_files_of_a_folder_are_left_out(folder, clicks):
+    full = Parquet(folder, 8, seed=0)
+    path = folder / "part-empty.parquet"
+    parquet.write(path, islice(clicks.batches(0), 1), clicks.schema)
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.slice(0, 0), path)
+    assert parquet.row_count(path) == 0
+    assert Parquet(folder, 8, seed=0).facts == full.facts

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,30 +23,40 @@ from gdpa.bench.providers import check_choice
 from gdpa.bench.report import Report, Row, load, resume
 from gdpa.bench.timing import Effort
 from gdpa.errors import GdpaError
+from gdpa.files import check_target
 
 GPU_SECONDS, CPU_SECONDS = 0.7, 3.0
 TRAIN = "train"  # the suite of gdpa.bench.training
 DEFAULT_MODES: tuple[Mode, ...] = ("forward", "backward")
 
 
-def listed(values: list[str] | None) -> list[str] | None:
+def listed(option: str, values: list[str] | None) -> list[str] | None:
     """An option that may be repeated, or given as a list with commas, or both."""
     if values is None:
         return None
-    return [part for value in values for part in value.split(",") if part]
+    names = [part for value in values for part in value.split(",") if part]
+    if not names:
+        raise GdpaError(f"{option}: expected a name, or some with commas, got {','.join(values)!r}")
+    return names
 
 
 def bench(options: argparse.Namespace, device: torch.device, console: Console, progress_console: Console) -> int:
     """Exit status: 0, 1 where a provider is wrong or fails or a comparison is slower, 130 on Ctrl-C."""
-    if options.compare is not None:
-        before, after = options.compare
-        return compare.compare(before, after, options.threshold, console)
     outputs: dict[str, Path] = {}
     for name in ("json", "plot", "report"):
         path = getattr(options, name)
         if path is not None:
-            outputs[name] = _writable(f"--{name}", path)
+            outputs[name] = check_target(f"--{name}", path)
+    if "plot" in outputs and outputs["plot"].suffix.lower() != ".png":
+        raise GdpaError(f"--plot: expected a name that ends with .png, got {outputs['plot']}")
+    if options.compare is not None:
+        _without_outputs("--compare", outputs)
+        before, after = options.compare
+        return compare.compare(before, after, options.threshold, console)
+    if options.show is not None:
+        _without_outputs("--show", outputs.keys() & {"json"})
     if options.show is not None and training_report.is_training(options.show):
+        _without_outputs("--show of a training step's file", outputs)
         training_report.show(training_report.load(options.show, "--show"), console)
         return 0
     if options.show is not None:
@@ -55,6 +64,8 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         tables.show(results, console)
         _pictures(results, outputs, console)
         return 0
+    if options.seed is not None and not 0 <= options.seed < 2**63:  # torch's generators take no more
+        raise GdpaError(f"--seed: expected a number from 0 to {2**63 - 1}, got {options.seed}")
     if device.type == "cuda":
         # CUDA's events and graphs belong to the current device.
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -88,10 +99,17 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
 def _carry_out(plan: bench_run.Plan, results: Report, outputs: dict[str, Path], console: Console, progress_console: Console) -> int:
     started = time.monotonic()
 
+    unwritten: GdpaError | None = None
+
     def save() -> None:
+        nonlocal unwritten
         results.header["seconds"] = round(time.monotonic() - started, 1)
         if "json" in outputs:
-            results.write(outputs["json"])
+            try:
+                results.write(outputs["json"])
+                unwritten = None
+            except GdpaError as error:  # a full disk, say: what is measured is printed at least
+                unwritten = error
 
     head = results.header
     console.print(f"{head['device']}, threads: {head['threads']}, torch {head['versions']['torch']}")
@@ -122,8 +140,10 @@ def _carry_out(plan: bench_run.Plan, results: Report, outputs: dict[str, Path], 
     save()
     tables.show(results, console)
     _show_rates(results, console)
+    if unwritten is not None:
+        raise unwritten
     if "json" in outputs:
-        console.print(f"wrote {outputs['json']}")
+        _wrote(outputs["json"], console)
     if interrupted:
         console.print("interrupted: these are the rows so far")
         return 130
@@ -142,19 +162,25 @@ def _plan(options: argparse.Namespace, device: torch.device) -> bench_run.Plan:
         check_choice("--suite", options.suite, (*SUITES, TRAIN))
     if options.graph and not gpu:
         raise GdpaError(f"--graph: expected a CUDA device, since CUDA graphs need one, got {device}")
-    modes = listed(options.mode) or list(DEFAULT_MODES)
+    modes = listed("--mode", options.mode) or list(DEFAULT_MODES)
     for mode in modes:
         check_choice("--mode", mode, MODES)
-    activations = tuple(dict.fromkeys(listed(options.activation) or ("gelu",)))
+    activations = tuple(dict.fromkeys(listed("--activation", options.activation) or ("gelu",)))
     for name in activations:
         resolve(name, 1)  # an unknown name is refused here, with the nearest ones
     return bench_run.Plan(
         cases=cases.chosen(
-            listed(options.case), options.suite, gpu, batch=options.batch, heads=options.heads, dim=options.dim, seed=options.seed
+            listed("--case", options.case),
+            options.suite,
+            gpu,
+            batch=options.batch,
+            heads=options.heads,
+            dim=options.dim,
+            seed=options.seed,
         ),
         activations=activations,
         modes=tuple(mode for mode in MODES if mode in modes),
-        providers=providers.chosen(listed(options.provider), gpu),
+        providers=providers.chosen(listed("--provider", options.provider), gpu),
         dtype=options.dtype or (torch.bfloat16 if gpu else torch.float32),
         device=device,
         # A GPU's long kernels need more than their share of a short time for the least number of rounds.
@@ -194,10 +220,13 @@ def _size_line(plan: bench_run.Plan) -> str:
     return f"batch {first.batch}, {first.heads} heads, dimension {first.dim}, {dtype}, seed {first.seed}"
 
 
-def _writable(option: str, path: Path) -> Path:
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise GdpaError(f"{option}: expected a file in a folder that can be written, got {path}")
-    return path
+def _without_outputs(option: str, outputs: Iterable[str]) -> None:
+    for name in outputs:
+        raise GdpaError(f"--{name}: expected without {option}, which has nothing to write there, got both")
+
+
+def _wrote(path: Path, console: Console) -> None:
+    console.print(f"wrote {path}", markup=False)
 
 
 def _loaded(path: Path) -> Report:
@@ -220,12 +249,12 @@ def _pictures(results: Report, outputs: dict[str, Path], console: Console) -> No
         from gdpa.bench import plot
 
         plot.write(results, outputs["plot"])
-        console.print(f"wrote {outputs['plot']}")
+        _wrote(outputs["plot"], console)
     if "report" in outputs:
         from gdpa.bench import page
 
         page.write(results, outputs["report"])
-        console.print(f"wrote {outputs['report']}")
+        _wrote(outputs["report"], console)
 
 
 class Bar(bench_run.Progress):

@@ -45,6 +45,8 @@ from torch import Tensor
 import gdpa
 from gdpa import numerics
 from gdpa.bench.machine import commit
+from gdpa.errors import GdpaError
+from gdpa.files import check_target, replacing
 from gdpa.problem import describe
 
 HEADS = 4
@@ -366,6 +368,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small batches, a few seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write {header, rows} here")
     arguments = parser.parse_args()
+    if arguments.json:
+        try:
+            check_target("--json", arguments.json)
+        except GdpaError as error:
+            parser.error(str(error))
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)
@@ -374,7 +381,8 @@ def main() -> None:
     rows = run(arguments.quick, console)
     console.print(table(rows))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"header": header(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        with replacing(arguments.json) as partial:
+            partial.write_text(json.dumps({"header": header(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

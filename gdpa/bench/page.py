@@ -14,6 +14,7 @@ from gdpa.bench.cases import MODES
 from gdpa.bench.providers import in_order, is_own, label
 from gdpa.bench.report import EXTRAS, Report, Row
 from gdpa.bench.tables import describe, duration, legend, rate, size
+from gdpa.files import replacing
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1280px; padding: 0 1rem; }
@@ -31,7 +32,8 @@ COLUMNS = ("mode", "provider", "time", "spread", "TFLOP/s", "floor", "/floor", "
 
 
 def write(report: Report, path: Path) -> None:
-    path.write_text(page(report))
+    with replacing(path) as partial:
+        partial.write_text(page(report))
 
 
 def page(report: Report) -> str:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from gdpa.bench.cases import MODES, SUFFIXES
 from gdpa.bench.providers import ELSEWHERE, SOFTMAX, in_order, label
 from gdpa.bench.report import Report, Row
+from gdpa.files import replacing
 
 # gdpa in strong colours, other implementations of such attention in pale ones, softmax yardsticks in greys.
 COLOURS = {
@@ -39,7 +40,8 @@ BARS, GAP = 52, 1.0  # bars in a line, and the space between groups in bars
 
 
 def write(report: Report, path: Path) -> None:
-    figure(report).savefig(path, dpi=150)
+    with replacing(path) as partial:
+        figure(report).savefig(partial, format="png", dpi=150)
 
 
 def png(report: Report) -> bytes:

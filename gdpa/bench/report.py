@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from gdpa.bench.cases import MODES
 from gdpa.bench.providers import in_order
 from gdpa.bench.timing import Rates
 from gdpa.errors import GdpaError
+from gdpa.files import replacing
 
 # Lists beside the rows, in the file where they were asked for.
 EXTRAS = ("cold", "graph", "schedule")
@@ -112,9 +112,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step, so that an interrupted run leaves whole JSON."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     @property
     def failed(self) -> bool:

@@ -112,18 +112,20 @@ OF_CALLS = {
 }
 
 
-def plan_of(options: argparse.Namespace, device: torch.device, listed: Callable[[list[str] | None], list[str] | None]) -> Plan:
+def plan_of(options: argparse.Namespace, device: torch.device, listed: Callable[[str, list[str] | None], list[str] | None]) -> Plan:
     for name, absent in OF_CALLS.items():
         if getattr(options, name) != absent:
             raise GdpaError(f"--{name}: expected with the other suites alone, got it with --suite train")
     gpu = device.type == "cuda"
-    names = listed(options.model) or list(models.PRESETS)
+    names = listed("--model", options.model) or list(models.PRESETS)
     for name in names:
         check_choice("--model", name, tuple(models.PRESETS))
     preset = options.preset or ("gem-block" if gpu else "tiny")
     for name in names:
         check_choice("--preset", preset, tuple(models.PRESETS[name]))
-    providers = listed(options.provider) or list(training_attention.GPU_DEFAULT if gpu else training_attention.CPU_DEFAULT)
+    providers = listed("--provider", options.provider) or list(
+        training_attention.GPU_DEFAULT if gpu else training_attention.CPU_DEFAULT
+    )
     if "all" in providers:
         providers = list(training_attention.NAMES)
     for name in providers:
@@ -172,10 +174,17 @@ def bench(plan: Plan, command_line: list[str], output: Path | None, console: Con
         }
     )
 
+    unwritten: GdpaError | None = None
+
     def save() -> None:
+        nonlocal unwritten
         report.header["seconds"] = round(time.monotonic() - started, 1)
         if output is not None:
-            report.write(output)
+            try:
+                report.write(output)
+                unwritten = None
+            except GdpaError as error:  # what is measured is printed at least
+                unwritten = error
 
     def say(text: str) -> None:
         progress.print(f"{time.monotonic() - started:6.1f} s  {text}", markup=False, highlight=False)
@@ -193,8 +202,10 @@ def bench(plan: Plan, command_line: list[str], output: Path | None, console: Con
         report.header["clocks"] = clocks.summary()
     save()
     show(report.as_json(), console)
+    if unwritten is not None:
+        raise unwritten
     if output is not None:
-        console.print(f"wrote {output}")
+        console.print(f"wrote {output}", markup=False)
     if interrupted:
         console.print("interrupted: these are the rows so far")
         return 130
@@ -237,7 +248,7 @@ class Comparison:
         failure = self._attempt(self._set_up)
         if failure is not None:
             for row in self.rows.values():
-                row.fail(f"the model and its batch: {failure}")
+                row.fail(f"{failure} (while the model and its batch were made)")
             self.save()
             return
         for provider in self._gate_order():

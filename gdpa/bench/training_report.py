@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from gdpa.bench.tables import duration, size
 from gdpa.errors import GdpaError
+from gdpa.files import replacing
 
 LEGEND = (
     "step: forward, loss, backward, clipping and both optimisers, by the wall clock; spread: interquartile range / median",
@@ -83,9 +83,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step, so that an interrupted run leaves whole JSON."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     @property
     def failed(self) -> bool:
@@ -105,8 +104,9 @@ def load(path: Path, argument: str) -> dict[str, Any]:
     """A file for which `is_training` holds."""
     data: dict[str, Any] = json.loads(path.read_text())
     rows = data.get("rows")
-    if not isinstance(rows, list) or any(not isinstance(row, dict) or not set(KEYS) <= set(row) for row in rows):
-        raise GdpaError(f"{argument}: expected rows with {', '.join(KEYS)}, got {path}")
+    known = isinstance(data["header"].get("models"), dict)
+    if not known or not isinstance(rows, list) or any(not isinstance(row, dict) or not set(KEYS) <= set(row) for row in rows):
+        raise GdpaError(f"{argument}: expected a header with models and rows with {', '.join(KEYS)}, got {path}")
     return data
 
 

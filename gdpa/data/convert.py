@@ -115,7 +115,7 @@ def _users(path: Path) -> Iterator[_User]:
 def _parsed(path: Path, line: int, fields: list[str]) -> tuple[int, int, float, int]:
     try:
         user, movie, rating, time = fields
-        values = int(user), int(movie), float(rating), int(time)
+        values = _integer(user), _integer(movie), float(rating), _integer(time)
     except ValueError:
         raise GdpaError(
             f"{path}: line {line}: expected integers userId, movieId and timestamp and a number rating, got {','.join(fields)!r}"
@@ -126,6 +126,12 @@ def _parsed(path: Path, line: int, fields: list[str]) -> tuple[int, int, float, 
     if not 0 <= values[2] <= 5:
         raise GdpaError(f"{path}: line {line}: expected a rating from 0 to 5, got {values[2]}")
     return values
+
+
+def _integer(text: str) -> int:
+    if "_" in text:  # which Python reads as 10 where a table has 1_0
+        raise ValueError(text)
+    return int(text)
 
 
 def _ordered(user: int, rows: list[list[float]]) -> _User:

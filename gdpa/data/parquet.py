@@ -15,6 +15,7 @@ the schema does not allow is a GdpaError with the file, the row (counted from 0)
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from gdpa.data.schema import Batch, History, Schema, concatenate, first_fault, packed_offsets
 from gdpa.errors import GdpaError
+from gdpa.files import replacing
 
 _METADATA = b"gdpa.schema"
 
@@ -41,24 +43,46 @@ def write(path: str | os.PathLike[str], batches: Iterable[Batch], schema: Schema
     if row_group < 1:
         raise GdpaError(f"row_group: expected at least 1, got {row_group}")
     path = Path(path)
-    if not path.parent.is_dir():
-        raise GdpaError(f"{path}: expected a file name in an existing folder, there is no folder {path.parent}")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     arrow = _arrow_schema(pa, schema)
     rows = 0
     try:
-        with pq.ParquetWriter(partial, arrow, compression="zstd", write_page_checksum=True) as writer:
-            for group in of_size((batch.check(schema) for batch in batches), row_group):
-                writer.write_table(_table(pa, arrow, group, schema), row_group_size=row_group)
-                rows += len(group)
-        if not rows:
-            raise GdpaError(f"{path}: expected at least one example to write, got none")
-        os.replace(partial, path)
-    except (pa.ArrowException, OSError) as error:
+        with replacing(path) as partial:
+            with pq.ParquetWriter(partial, arrow, compression="zstd", write_page_checksum=True) as writer:
+                for group in of_size((batch.check(schema) for batch in batches), row_group):
+                    writer.write_table(_table(pa, arrow, group, schema), row_group_size=row_group)
+                    rows += len(group)
+            if not rows:
+                raise GdpaError(f"{path}: expected at least one example to write, got none")
+    except pa.ArrowException as error:
         raise GdpaError(f"{path}: could not be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return rows
+
+
+def row_count(path: Path) -> int:
+    """The examples in a Parquet file, by its footer."""
+    with _opened(path) as file:
+        rows: int = file.metadata.num_rows
+    return rows
+
+
+def footer_digest(path: Path) -> str:
+    """SHA-256 of the footer, in hexadecimal. It has the sizes, places and extremes of all columns, so files of other values have another,
+    and takes no reading of the values."""
+    with path.open("rb") as file:
+        file.seek(-8, os.SEEK_END)  # the footer's length, and the four letters at a file's end
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        return hashlib.sha256(file.read(length)).hexdigest()
+
+
+def _opened(path: Path) -> Any:
+    pa, pq = _pyarrow()
+    if not path.is_file():
+        raise GdpaError(f"{path}: expected a Parquet file, there is {'a folder' if path.is_dir() else 'none'}")
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise GdpaError(f"{path}: expected a Parquet file, which this is not: {error}") from error
 
 
 class ParquetReader:
@@ -90,7 +114,7 @@ class ParquetReader:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise GdpaError(f"batch_size: expected an integer of at least 1, got {batch_size!r}")
         self.path, self.batch_size, self.drop_last = Path(path), batch_size, drop_last
-        with self._open() as file:
+        with _opened(self.path) as file:
             self.schema = self._agreed(schema, file)
             self._check_columns(file.schema_arrow)
             self.group_rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
@@ -136,7 +160,7 @@ class ParquetReader:
         parts = self._parts
         if shuffle is not None:
             parts = [parts[place] for place in permutation(len(parts), shuffle).tolist()]
-        with self._open() as file:
+        with _opened(self.path) as file:
             for group, first, last in parts:
                 if skip >= last - first:
                     skip -= last - first
@@ -218,15 +242,6 @@ class ParquetReader:
             values=of_lengths("history_value", pa.float32(), lengths, like) if schema.values else None,
         )
         return Batch(labels, requests, dense, sparse, history)
-
-    def _open(self) -> Any:
-        pa, pq = _pyarrow()
-        if not self.path.is_file():
-            raise GdpaError(f"{self.path}: expected a Parquet file, there is {'a folder' if self.path.is_dir() else 'none'}")
-        try:
-            return pq.ParquetFile(self.path, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
-            raise GdpaError(f"{self.path}: expected a Parquet file, which this is not: {error}") from error
 
     def _agreed(self, given: Schema | None, file: Any) -> Schema:
         text = (file.metadata.metadata or {}).get(_METADATA)

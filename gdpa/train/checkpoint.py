@@ -50,7 +50,8 @@ class Checkpoints:
         """Remove what a killed process left half written or half removed."""
         if self.folder.is_dir():
             for entry in self.folder.glob(".step-*"):
-                shutil.rmtree(entry)
+                if entry.is_dir():
+                    shutil.rmtree(entry)
 
     def partial(self, step: int) -> Path:
         """Where a checkpoint is written before it has its name."""

@@ -7,9 +7,10 @@ import fcntl
 import shlex
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from rich.console import Console
 
 from gdpa import models
-from gdpa.bench import machine
+from gdpa.bench import machine, timing
 from gdpa.bench.plain import broken_cpu_products
 from gdpa.data.schema import Schema
 from gdpa.dispatch import check_name
@@ -53,7 +54,7 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
     folder = _folder(options, world)
     with _owned(folder, world):
         torch.manual_seed(settings.seed)
-        model = models.from_config(settings.config, source.schema, backend=settings.backend).to(world.device)
+        model = _model(settings, source.schema, world.device)
         rate = _matmul_rate(world.device, settings.bf16)
         loop = Loop(settings, source, model, world, folder, matmul_rate=rate, stop=lambda: signals.number is not None)
         resumed = options.resume and loop.resume()
@@ -71,17 +72,28 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
             kept = f"{newest} is from before it" if newest is not None else "there is no checkpoint yet"
             _say(console, f"gdpa train: stopped: {error}; {kept}")
             return 1
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not timing.out_of_memory(error):
+                raise
             raise GdpaError(
                 f"--batch-size: expected one that {world.device} has memory for, got {settings.batch_size}: {error}"
             ) from error
         if outcome.scores is None:
             _close(log, folder, "interrupted", outcome.step)
-            _say(console, f"interrupted after step {outcome.step}; to go on: {_resume_command(options, folder)}")
+            _say(console, f"interrupted after step {outcome.step}; to go on: {_resume_command(options, folder, world)}")
             return 128 + (signals.number or signal.SIGINT)
         _close(log, folder, "end", outcome.step, **outcome.scores._asdict(), samples_per_s=outcome.samples_per_s)
         _say(console, f"NE {outcome.scores.ne:.4f} AUC {outcome.scores.auc:.4f} samples/s {outcome.samples_per_s:.1f}")
         return 0
+
+
+def _model(settings: Settings, schema: Schema, device: torch.device) -> models.ClickModel:
+    try:
+        return models.from_config(settings.config, schema, backend=settings.backend).to(device)
+    except RuntimeError as error:
+        if not timing.out_of_memory(error):
+            raise
+        raise GdpaError(f"--preset, --schema: expected weights and tables that {device} has memory for: {error}") from error
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
@@ -162,22 +174,27 @@ def _folder(options: argparse.Namespace, world: World) -> Folder:
 @contextmanager
 def _owned(folder: Folder, world: World) -> Iterator[None]:
     """The folder for this run alone: two of them would write each other's files. The lock ends with the process, however it ends."""
-    if not world.first:
+    with ExitStack() as held:
+        # All ranks end with the reason, where the others would wait for the first in vain.
+        refusal = world.from_first(_lock(folder, held) if world.first else None)
+        if refusal is not None:
+            raise GdpaError(refusal)
         yield
-        return
-    lock = folder.path / ".lock"
+
+
+def _lock(folder: Folder, held: ExitStack) -> str | None:
+    """Lock the folder until `held` ends; or why that cannot be."""
     try:
-        file = lock.open("w")
+        file = held.enter_context((folder.path / ".lock").open("w"))
     except OSError as error:
-        raise GdpaError(f"--out: expected a folder that can be written, got {folder.path}: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise GdpaError(f"--out: expected a folder that no other run uses, got {folder.path}, which one does") from None
-        except OSError as error:
-            raise GdpaError(f"--out: expected a folder whose files can be locked, got {folder.path}: {error.strerror}") from None
-        yield
+        return f"--out: expected a folder that can be written, got {folder.path}: {error.strerror}"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"--out: expected a folder that no other run uses, got {folder.path}, which one does"
+    except OSError as error:
+        return f"--out: expected a folder whose files can be locked, got {folder.path}: {error.strerror}"
+    return None
 
 
 class Signals:
@@ -240,17 +257,17 @@ def _close(log: Log | None, folder: Folder, event: str, step: int, **facts: Any)
     log.close()
     try:
         curves.write(folder.log, folder.curves)
-    except OSError as error:
-        raise GdpaError(f"{folder.curves}: could not be written: {error}") from error
+    except GdpaError as error:  # the run is what it is without a picture of it
+        print(f"gdpa train: no picture: {error}", file=sys.stderr)
 
 
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _resume_command(options: argparse.Namespace, folder: Folder) -> str:
+def _resume_command(options: argparse.Namespace, folder: Folder, world: World) -> str:
     """The command that this run was started with, and what makes it go on."""
-    words = ["gdpa", *options.command_line]
+    words = ["gdpa", *options.command_line] if world.size == 1 else ["torchrun", "...", "-m", "gdpa", *options.command_line]
     if options.out is None:
         words += ["--out", str(folder.path)]
     return shlex.join(words if options.resume else [*words, "--resume"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gdpa.files import replacing
 from gdpa.train.log import lines
 
 # From so many readings on, a running mean says more than they do.
@@ -23,9 +23,8 @@ INK, TRAINING, HELD_OUT, PALE = "#333333", "#0b5fa5", "#b3261e", "#a9c6df"
 
 def write(log: Path, path: Path) -> None:
     """Draw the log to a PNG, in one step: a process killed meanwhile leaves the picture before it."""
-    partial = path.with_name(f".{path.name}.partial")
-    figure(lines(log)).savefig(partial, dpi=130, format="png")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        figure(lines(log)).savefig(partial, dpi=130, format="png")
 
 
 def figure(found: list[dict[str, Any]]) -> Figure:

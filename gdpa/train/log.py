@@ -52,7 +52,10 @@ class Log:
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a log. A last one that a killed process left unfinished is not among them."""
     found: list[dict[str, Any]] = []
-    parts = path.read_text().split("\n")
+    try:
+        parts = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GdpaError(f"{path}: expected a log that can be read: {error}") from error
     for number, part in enumerate(parts[:-1], 1):  # the last part has no line end: empty, or unfinished
         try:
             line = json.loads(part)

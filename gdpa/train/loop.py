@@ -216,7 +216,10 @@ class Loop:
         return metrics.exact(self.world.gather(torch.cat(logits).to(device)), self.world.gather(torch.cat(labels).to(device)))
 
     def _held_out(self) -> Iterator[Batch]:
-        for batch in self.source.held_out(-(-self.settings.evaluation // self.settings.batch_size)):
+        left = self.settings.evaluation
+        for batch in self.source.held_out(-(-left // self.settings.batch_size)):
+            batch = batch.rows(0, min(left, len(batch)))
+            left -= len(batch)
             yield share(self._seen(batch), self.world.rank, self.world.size).to(self.world.device)
 
 

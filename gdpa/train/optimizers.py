@@ -38,18 +38,35 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         [3, 7]
     """
 
+    found_inf: Tensor | None = None
+
     def __init__(self, params: Iterable[Any], lr: float = 0.05, eps: float = 1e-8) -> None:
         if not lr >= 0:
             raise GdpaError(f"lr: expected a number of at least 0, got {lr!r}")
         if not eps > 0:
             raise GdpaError(f"eps: expected a positive number, got {eps!r}")
         super().__init__(params, {"lr": lr, "eps": eps})
-        self.found_inf: Tensor | None = None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() != 2:
-                    raise GdpaError(f"params: expected tables of shape (rows, width), got the shape {tuple(parameter.shape)}")
-                self.state[parameter]["sum"] = _row_zeros(parameter)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dim() != 2:
+                self.param_groups.pop()
+                raise GdpaError(f"params: expected tables of shape (rows, width), got the shape {tuple(parameter.shape)}")
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter]["sum"] = _row_zeros(parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimiser's; the sums stay float32, where torch casts state to the parameter's dtype, in which a long sum would stall."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        for parameter, place in zip(parameters, places, strict=True):
+            total = self.state[parameter]["sum"]
+            if total.dtype != torch.float32:
+                self.state[parameter]["sum"] = state_dict["state"][place]["sum"].to(
+                    device=total.device, dtype=torch.float32, copy=True
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

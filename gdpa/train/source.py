@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gdpa.data.parquet import ParquetReader, of_size, permutation
+from gdpa.data.parquet import ParquetReader, footer_digest, of_size, permutation, row_count
 from gdpa.data.schema import Batch, History, Schema
 from gdpa.data.synthetic import SyntheticClicks
 from gdpa.errors import GdpaError
@@ -100,6 +100,8 @@ class Parquet:
         files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         if not files:
             raise GdpaError(f"--data: expected a folder with *.parquet files, got {str(path)!r} without any")
+        if path.is_dir():  # systems that write folders of files write empty ones among them
+            files = [file for file in files if row_count(file)] or files
         whole = [ParquetReader(files[0], batch_size, schema=schema)]
         self.schema = whole[0].schema
         whole += [ParquetReader(file, batch_size, schema=self.schema) for file in files[1:]]
@@ -123,6 +125,7 @@ class Parquet:
             "kind": "parquet",
             "seed": seed,
             "row_groups": {reader.path.name: list(reader.group_rows) for reader in whole},
+            "footers": {reader.path.name: footer_digest(reader.path) for reader in whole},
         }
 
     def batches(self, start: int) -> Iterator[Batch]:

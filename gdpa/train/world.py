@@ -69,10 +69,22 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
+def _given(name: str, otherwise: int) -> int:
+    """A number in the environment."""
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise GdpaError(f"{name}: expected a number in the environment, as torchrun sets it, got {text!r}")
+    return int(text) if text else otherwise
+
+
 @contextmanager
 def opened(device: torch.device) -> Iterator[World]:
     """The world that torchrun's variables describe, on gloo for CPUs and NCCL for GPUs, closed at the end; or a world of one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _given("WORLD_SIZE", 1)
+    if size > 1:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise GdpaError(f"{name}: expected in the environment, as torchrun sets it, since WORLD_SIZE is {size}, got none")
     if size == 1:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -80,7 +92,7 @@ def opened(device: torch.device) -> Iterator[World]:
         yield World(device)
         return
     if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = _given("LOCAL_RANK", 0)
         if local >= torch.cuda.device_count():
             raise GdpaError(f"torchrun: expected at most {torch.cuda.device_count()} processes here, one for each GPU, got more")
         device = torch.device("cuda", local)

@@ -1,0 +1,39 @@
+"""Files of results: each appears whole under its name, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gdpa.errors import GdpaError
+
+
+def check_target(argument: str, path: Path) -> Path:
+    """The path, if a file can be put there: a new one, or in the place of another, but not of a pipe or a device."""
+    try:
+        taken = path.exists() and not path.is_file()
+        folder = path.resolve().parent
+    except OSError as error:  # such as a name that is too long
+        raise GdpaError(f"{argument}: expected the name of a file, got {path}: {error.strerror}") from None
+    if taken or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise GdpaError(f"{argument}: expected a file in a folder that can be written, got {path}")
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write to, whose file takes the place of `path` at the end of the block: one that is killed or fails before leaves `path`
+    as it was. A symbolic link stays one."""
+    check_target(str(path), path)
+    whole = path.resolve()
+    partial = whole.with_name(f".{whole.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, whole)
+    except OSError as error:
+        raise GdpaError(f"{path}: could not be written: {error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
