@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +20,15 @@ def check_target(argument: str, path: Path) -> Path:
     if taken or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise GdpaError(f"{argument}: expected a file in a folder that can be written, got {path}")
     return path
+
+
+def why_unwritten(write: Callable[[], None]) -> GdpaError | None:
+    """None once the file is written, or why it is not: for a run whose figures, which it prints, are worth more than their file."""
+    try:
+        write()
+    except GdpaError as error:
+        return error
+    return None
 
 
 @contextmanager

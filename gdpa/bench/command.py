@@ -23,7 +23,7 @@ from gdpa.bench.providers import check_choice
 from gdpa.bench.report import Report, Row, load, resume
 from gdpa.bench.timing import Effort
 from gdpa.errors import GdpaError
-from gdpa.files import check_target
+from gdpa.files import check_target, why_unwritten
 
 GPU_SECONDS, CPU_SECONDS = 0.7, 3.0
 TRAIN = "train"  # the suite of gdpa.bench.training
@@ -105,11 +105,7 @@ def _carry_out(plan: bench_run.Plan, results: Report, outputs: dict[str, Path], 
         nonlocal unwritten
         results.header["seconds"] = round(time.monotonic() - started, 1)
         if "json" in outputs:
-            try:
-                results.write(outputs["json"])
-                unwritten = None
-            except GdpaError as error:  # a full disk, say: what is measured is printed at least
-                unwritten = error
+            unwritten = why_unwritten(lambda: results.write(outputs["json"]))
 
     head = results.header
     console.print(f"{head['device']}, threads: {head['threads']}, torch {head['versions']['torch']}")

@@ -43,6 +43,7 @@ from gdpa.bench.training_attention import Attention, Gdpa, Padded, Watched, on_g
 from gdpa.bench.training_report import Report, Row, show
 from gdpa.data.schema import Batch
 from gdpa.errors import BackendUnavailable, GdpaError
+from gdpa.files import why_unwritten
 from gdpa.models import ClickModel
 from gdpa.nn.regions import compile_regions, compile_stages, plain_regions, plain_stages
 from gdpa.train import metrics
@@ -180,11 +181,7 @@ def bench(plan: Plan, command_line: list[str], output: Path | None, console: Con
         nonlocal unwritten
         report.header["seconds"] = round(time.monotonic() - started, 1)
         if output is not None:
-            try:
-                report.write(output)
-                unwritten = None
-            except GdpaError as error:  # what is measured is printed at least
-                unwritten = error
+            unwritten = why_unwritten(lambda: report.write(output))
 
     def say(text: str) -> None:
         progress.print(f"{time.monotonic() - started:6.1f} s  {text}", markup=False, highlight=False)

@@ -66,8 +66,8 @@ def row_count(path: Path) -> int:
 
 
 def footer_digest(path: Path) -> str:
-    """SHA-256 of the footer, in hexadecimal. It has the sizes, places and extremes of all columns, so files of other values have another,
-    and takes no reading of the values."""
+    """SHA-256 of the footer, in hexadecimal. The footer has the sizes, places and extremes of all columns: files of other values will have
+    another, and the values need not be read."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)  # the footer's length, and the four letters at a file's end
         length = int.from_bytes(file.read(4), "little")
