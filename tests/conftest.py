@@ -34,3 +34,16 @@ def _fresh_dynamo():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cpu backend: tiles so small that ordinary test sizes need many of them, and chunks of one or two key heads."""
+    from gdpa.backends import cpu_plan, cpu_whole  # not before TRITON_INTERPRET is set
+
+    monkeypatch.setattr(cpu_whole, "MOST_SCORES", 0)
+    monkeypatch.setattr(cpu_plan, "TILE_ROWS", 32)
+    monkeypatch.setattr(cpu_plan, "TILE_KEYS", 24)
+    monkeypatch.setattr(cpu_plan, "MASKED_TILE_KEYS", 16)
+    monkeypatch.setattr(cpu_plan, "MASKED_TILE_ROWS", 32)
+    monkeypatch.setattr(cpu_plan, "BATCH_SCORES", 2 * 32 * 24)

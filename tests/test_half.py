@@ -107,3 +107,20 @@ def test_sums_over_gelu_in_the_forward(name, spread, mean):
 def test_what_is_exact_enough_for_bf16_is_not_for_fp16(monkeypatch):
     options = {"q_lengths": (70, 129), "k_lengths": (65, 140), "spread": 0.8, "activation": "gelu"}
     assert budget_used(monkeypatch, "bfloat16", **options) > 0.9
+
+
+@pytest.mark.parametrize(("centre", "used"), [(0, 0.51), (-2, 0.77), (-3, 2.9), (-4, 10.8)])
+def test_what_gelu_in_bfloat16_errs_where_all_scores_lie_in_its_tail(centre, used):
+    """The figures of docs/numerics.md: its fit is exact beside the scores, not beside values that vanish."""
+    torch.manual_seed(0)
+    s, v = torch.randn(64, 128) * 0.5 + centre, torch.randn(128, 64)
+    exact = Activation("gelu")(s.double())
+    (fitted,) = spelled(Activation("gelu").expression.value_for("bfloat16"), "bfloat16").evaluate(s)
+    truth = exact @ v.double()
+
+    def error(p):
+        out = (p.float().bfloat16().float() @ v).bfloat16().double()
+        return ((out - truth).norm() / truth.norm()).item()
+
+    eps = torch.finfo(torch.bfloat16).eps
+    assert error(fitted) / (2 * max(error(exact), eps / 12**0.5)) == pytest.approx(used, rel=0.1)

@@ -363,7 +363,10 @@ def test_a_run_that_has_done_more_steps_than_are_asked_for_is_not_scored_as_one_
 
 def test_a_folder_or_a_log_that_cannot_be_written_is_said(tmp_path, capsys):
     """A folder in a file's place stands for a right that is missing, which the administrator always has."""
-    for name, expected in ((".lock", "--out: expected a folder that can be written, got"), ("log.jsonl", "could not be written")):
+    for name, expected in (
+        (".lock", "--out: expected a folder that can be written, got"),
+        ("log.jsonl", "log.jsonl: expected a file in a folder that can be written"),
+    ):
         folder = tmp_path / name.removeprefix(".")
         (folder / name).mkdir(parents=True)
         run(folder, "--steps", "2", "--resume", status=2)

@@ -218,13 +218,14 @@ def header_lines(data: Data) -> str:
     return "; ".join(facts) + "."
 
 
-def gpu_tables(names: tuple[str, ...]) -> list[tuple[str, Data]]:
+def present(names: tuple[str, ...]) -> list[tuple[str, Data]]:
+    """Those of the files that are there."""
     return [(name, data) for name in names if (data := load(name)) is not None]
 
 
 def tables() -> list[str]:
     """README's: one of the operator, one of training, one of a CPU."""
-    named = gpu_tables(GPU_FILES)
+    named = present(GPU_FILES)
     parts = [overview(named)] if named else []
     train, cpu = load(TRAIN_FILE), load(CPU_FILE)
     if train is not None:
@@ -241,10 +242,10 @@ def page() -> str:
         "Written by `python -m gdpa.bench.readme` from the files in `results/`; how the figures are made: "
         "[benchmarking.md](benchmarking.md).",
     ]
-    named = gpu_tables(PAGE_FILES)
+    named = present(PAGE_FILES)
     cpu, ratio = load(CPU_FILE), load(RATIO_FILE)
     parts += [f"{gpu_table(name, data)}\n\n{header_lines(data)}" for name, data in named]
-    parts += [train_table(name, data) for name, data in gpu_tables(PAGE_TRAIN_FILES)]
+    parts += [train_table(name, data) for name, data in present(PAGE_TRAIN_FILES)]
     if cpu is not None:
         parts.append(f"{cpu_table(CPU_FILE, cpu)}\n\n{header_lines(cpu)}")
     if ratio is not None:

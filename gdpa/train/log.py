@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from gdpa.errors import GdpaError
+from gdpa.files import replacing
 
 ENDS = ("end", "interrupted", "stopped")
 
@@ -30,10 +30,9 @@ class Log:
         """Open the file of a run that goes on from `step`."""
         old = lines(path) if step and path.exists() else []
         kept = [line for line in old if line["event"] not in ENDS and line["step"] <= step]
-        partial = path.with_name(f".{path.name}.partial")
-        try:
+        with replacing(path) as partial:
             partial.write_text("".join(_text(line) for line in kept))
-            os.replace(partial, path)
+        try:
             self._file: TextIO = path.open("a")
         except OSError as error:
             raise GdpaError(f"{path}: could not be written: {error}") from error
