@@ -25,9 +25,11 @@ Sequences whose score matrices fit whole, without windows or groups, go to gdpa/
 of many short sequences to gdpa/backends/cpu_short.py, where they share products.
 
 Precision: bf16 and fp16 inputs are widened to fp32 when they are copied heads-first, and everything until the one
-rounding of each result is fp32 (float64 for float64, and for tiny fp32 sequences). Widening is also the fastest choice:
-on an Emerald Rapids Xeon oneDNN's AVX-512 bf16 products ran at 140 GFLOP/s against 280 for MKL's fp32 ones; they cannot
-return fp32 scores; and the AMX ones die of SIGILL on virtual machines that announce AMX without its tiles.
+rounding of each result is fp32 (float64 for float64, and for tiny fp32 sequences). On most processors that is also the
+fastest choice: on an Emerald Rapids Xeon oneDNN's AVX-512 bf16 products ran at 140 GFLOP/s against 280 for MKL's fp32
+ones, and the AMX ones die of SIGILL on virtual machines that announce AMX without its tiles. Where bf16 products are the
+faster, on AMD's processors with AVX512_BF16, O, dV, dQ and dK are products of bf16 operands if one product makes all of
+them; S and dP stay fp32, which torch's bf16 products cannot return.
 """
 
 from __future__ import annotations
@@ -123,8 +125,10 @@ def forward(
 
 def _forward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, out: Rows) -> None:
     scale, (factor, factors) = call.problem.scale, call.out_scale(chunk.block)
+    # A sum of several products is added up wide; factors multiply results that are not rounded yet.
+    precision = chunk.operands if len(chunk.grid) == 1 and factors is None else chunk.precision
     k_wide = workspace.load("k", call.k, _keys_at(call.k, chunk))  # [N, Sk, D]
-    v_wide = workspace.load("v", call.v, _keys_at(call.v, chunk))  # [N, Sk, Dv]
+    v_rows = workspace.load("v", call.v, _keys_at(call.v, chunk), precision)  # [N, Sk, Dv]
     for queries in chunk.query_tiles:
         place = _queries_at(out, chunk, queries)
         key_tiles = chunk.key_tiles(queries)
@@ -132,14 +136,14 @@ def _forward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, out: Rows) -
             out.at(place).zero_()
             continue
         q_wide = workspace.load("q", call.q, _queries_at(call.q, chunk, queries))  # [N, F*R, D]
-        o = workspace.result("o", out, place)
+        o = workspace.result("o", out, place, precision)
         for step, keys in enumerate(key_tiles):
             s = workspace.take("s", (*q_wide.shape[:2], keys.size))
             product(s, q_wide, keys.of(k_wide).mT, scale)
             for kernel, s_part in zip(queries.kernels, queries.split(s), strict=True):
                 kernel.value(s_part)
             chunk.mask(s, queries, keys)
-            product(o, s, keys.of(v_wide), factor, accumulate=step > 0)
+            product(o, workspace.rounded(s, precision), keys.of(v_rows), factor, accumulate=step > 0)
         if factors is not None:
             _multiply(o, factors)
         workspace.store("o", out, place, o)
@@ -217,54 +221,61 @@ class _Gradients:
 def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gradients) -> None:
     scale, (factor, factors) = call.problem.scale, call.out_scale(chunk.block)
     dq, dk, dv = grads.dq, grads.dk, grads.dv
+    # As in the forward: dQ is a sum over key tiles (and the batch, where queries are shared), dK and dV over query tiles.
+    narrow = chunk.operands if factors is None else chunk.precision
+    by_query = narrow if len(chunk.grid) == 1 and grads.dq_sum is None else chunk.precision
+    by_key = narrow if len(chunk.query_tiles) == 1 else chunk.precision
     k_wide = workspace.load("k", call.k, _keys_at(call.k, chunk))  # [N, Sk, D]
+    k_rows = k_wide if by_query == k_wide.dtype else workspace.load("k", call.k, _keys_at(call.k, chunk), by_query)
     v_wide = None  # [N, Sk, Dv], where dS is needed
     if dq is not None or dk is not None:
         v_wide = workspace.load("v", call.v, _keys_at(call.v, chunk))
-    dk_tiles = _KeyGradient(workspace, "dk", dk, chunk)  # [N, C, D] each
-    dv_tiles = _KeyGradient(workspace, "dv", dv, chunk)  # [N, C, Dv] each
+    dk_tiles = _KeyGradient(workspace, "dk", dk, chunk, by_key)  # [N, C, D] each
+    dv_tiles = _KeyGradient(workspace, "dv", dv, chunk, by_key)  # [N, C, Dv] each
     for queries in chunk.query_tiles:
         key_tiles = chunk.key_tiles(queries)
-        q_place = _queries_at(call.q, chunk, queries)
+        q_place, do_place = _queries_at(call.q, chunk, queries), _queries_at(grads.d_out, chunk, queries)
         if not key_tiles:
             if dq is not None and grads.dq_sum is None:
                 dq.at(_queries_at(dq, chunk, queries)).zero_()
             continue
         q_wide = workspace.load("q", call.q, q_place)  # [N, F*R, D]
-        do_wide = workspace.load("do", grads.d_out, _queries_at(grads.d_out, chunk, queries), private=factors is not None)
+        do_wide = workspace.load("do", grads.d_out, do_place, private=factors is not None)
         if factors is not None:
             _multiply(do_wide, factors)
-        dq_place, dq_wide = q_place, None
+        q_rows, do_rows = q_wide, do_wide
+        if by_key != q_wide.dtype:
+            q_rows, do_rows = workspace.load("q", call.q, q_place, by_key), workspace.load("do", grads.d_out, do_place, by_key)
+        dq_place, dq_rows = q_place, None
         if grads.dq_sum is not None:
-            dq_wide = workspace.scratch("dq", q_place.size).flat
+            dq_rows = workspace.scratch("dq", q_place.size).flat
         elif dq is not None:
             dq_place = _queries_at(dq, chunk, queries)
-            dq_wide = workspace.result("dq", dq, dq_place)
+            dq_rows = workspace.result("dq", dq, dq_place, by_query)
         for step, keys in enumerate(key_tiles):
             s = workspace.take("s", (*q_wide.shape[:2], keys.size))
             p = workspace.take("p", s.shape)
-            k_tile = keys.of(k_wide)
-            product(s, q_wide, k_tile.mT, scale)
+            product(s, q_wide, keys.of(k_wide).mT, scale)
             parts = list(zip(queries.kernels, queries.split(s), queries.split(p), strict=True))
             for kernel, s_part, p_part in parts:
                 kernel.prepare(s_part, None if dv is None else p_part, slope=v_wide is not None)
             if dv is not None:
                 chunk.mask(p, queries, keys)
-                dv_tiles.add(keys, p, do_wide, factor, queries)
+                dv_tiles.add(keys, workspace.rounded(p, by_key), do_rows, factor, queries)
             if v_wide is None:
                 continue
             product(p, do_wide, keys.of(v_wide).mT, factor)
             for kernel, s_part, p_part in parts:
                 kernel.multiply_by_slope(p_part, s_part)
             chunk.mask(p, queries, keys)
-            if dq_wide is not None:
-                product(dq_wide, p, k_tile, scale, accumulate=step > 0)
+            if dq_rows is not None:
+                product(dq_rows, workspace.rounded(p, by_query), keys.of(k_rows), scale, accumulate=step > 0)
             if dk is not None:
-                dk_tiles.add(keys, p, q_wide, scale, queries)
-        if dq_wide is not None and grads.dq_sum is not None:
-            grads.add_to_sum(dq_wide.view(q_place.size), chunk, queries)
-        elif dq_wide is not None and dq is not None:
-            workspace.store("dq", dq, dq_place, dq_wide)
+                dk_tiles.add(keys, workspace.rounded(p, by_key), q_rows, scale, queries)
+        if dq_rows is not None and grads.dq_sum is not None:
+            grads.add_to_sum(dq_rows.view(q_place.size), chunk, queries)
+        elif dq_rows is not None and dq is not None:
+            workspace.store("dq", dq, dq_place, dq_rows)
     dk_tiles.finish()
     dv_tiles.finish()
 
@@ -272,8 +283,8 @@ def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gra
 class _KeyGradient:
     """One chunk's dK or dV: a result [N, C, features] for each key tile, to which every query tile adds. Or not wanted."""
 
-    def __init__(self, workspace: Workspace, role: str, rows: Rows | None, chunk: Chunk) -> None:
-        self._workspace, self._role, self._rows, self._chunk = workspace, role, rows, chunk
+    def __init__(self, workspace: Workspace, role: str, rows: Rows | None, chunk: Chunk, precision: torch.dtype) -> None:
+        self._workspace, self._role, self._rows, self._chunk, self._precision = workspace, role, rows, chunk, precision
         self._results: dict[KeyTile, Tensor] = {}
 
     def add(self, keys: KeyTile, scores: Tensor, x: Tensor, factor: float, queries: QueryTile) -> None:
@@ -283,7 +294,7 @@ class _KeyGradient:
         if result is None:
             assert self._rows is not None
             place = _keys_at(self._rows, self._chunk, keys.start, keys.stop)
-            result = self._results[keys] = self._workspace.result(f"{self._role}{keys.index}", self._rows, place)
+            result = self._results[keys] = self._workspace.result(f"{self._role}{keys.index}", self._rows, place, self._precision)
         if not queries.head_by_head:
             product(result, scores.mT, x, factor, accumulate=more)
             return

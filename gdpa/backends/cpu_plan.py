@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gdpa.backends.cpu_kernels import Kernel, kernel_of
-from gdpa.backends.cpu_tensors import Workspace, workspace
+from gdpa.backends.cpu_tensors import Workspace, multiplies_fast, workspace
 from gdpa.problem import Problem, row_ranges
 
 # One matrix of scores has at most TILE_ROWS x TILE_KEYS, or more on one side where the other is short. Whole sequences of up
@@ -39,6 +39,17 @@ UNEVEN = 1.25
 # fp32 blocks with at most this many (query, key) pairs are computed in float64. Their sums are so short and few that
 # the order of one decides whether it errs more than twice the ideal, as it did in 1 % of random problems.
 EXACT_PAIRS = 1 << 10
+# From so many (query, key) pairs of a matrix on, products are bf16 where the processor is fast at them (`operands`).
+LEAST_NARROW_PAIRS = 1 << 11
+
+
+def operands(problem: Problem, pairs: int) -> torch.dtype:
+    """The precision of P and dS, and of what they are multiplied with, in matrices of so many pairs. S and dP are always wide.
+
+    Where bf16 products are fast, P and dS are rounded before they are multiplied, as in every GPU kernel and in the error budget's
+    yardstick. dP rounded too would gain 5 to 10 %, but dQ and dK would be over the budget where one number is all of dP.
+    """
+    return problem.dtype if pairs >= LEAST_NARROW_PAIRS and multiplies_fast(problem.dtype) else wide(problem.dtype)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -125,6 +136,11 @@ class Chunk:
         block = self.block
         exact = self.problem.dtype == torch.float32 and block.count * block.q_len * block.k_len <= EXACT_PAIRS
         return torch.float64 if exact else wide(self.problem.dtype)
+
+    @property
+    def operands(self) -> torch.dtype:
+        narrow = operands(self.problem, self.block.q_len * self.block.k_len)
+        return narrow if narrow.itemsize == 2 else self.precision
 
     @cached_property
     def query_tiles(self) -> list[QueryTile]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gdpa.backends.cpu_kernels import kernel_of
-from gdpa.backends.cpu_plan import BATCH_SCORES, EXACT_PAIRS, divide, wide
+from gdpa.backends.cpu_plan import BATCH_SCORES, EXACT_PAIRS, divide, operands, wide
 from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, product, workspace
 from gdpa.problem import Problem, row_ranges
 
@@ -61,6 +61,10 @@ class _Call:
         exact = self.problem.dtype == torch.float32 and self.pairs[sequence] <= EXACT_PAIRS
         return torch.float64 if exact else wide(self.problem.dtype)
 
+    def operands(self, sequence: int) -> torch.dtype:
+        narrow = operands(self.problem, self.pairs[sequence])
+        return narrow if narrow.itemsize == 2 else self.precision(sequence)
+
     def run(self, work: Callable[[_Task, Tensor, Workspace], None]) -> None:
         """Do the work of every sequence that has pairs: `work` gets a task, memory for its scores, and the rest of the memory."""
         heads = self.problem.heads
@@ -99,21 +103,25 @@ class _Sequences:
         view = self._views[task.sequence]
         return view if task.whole else view[task.heads]
 
-    def load(self, task: _Task, memory: Workspace) -> Tensor:
+    def load(self, task: _Task, memory: Workspace, precision: torch.dtype | None = None) -> Tensor:
         """An operand [h, L, features]: the caller's own memory where it has the precision and strides, else a copy."""
-        view = self._at(task)
-        if self._is_operand and self._dtype == memory.dtype:
+        view, precision = self._at(task), precision or memory.dtype
+        if self._is_operand and self._dtype == precision:
             return view
-        return memory.take(self._role, view.shape).copy_(view)
+        return memory.take(self._role, view.shape, precision).copy_(view)
+
+    def again(self, loaded: Tensor, task: _Task, memory: Workspace, precision: torch.dtype) -> Tensor:
+        """What was `loaded`, in this precision."""
+        return loaded if loaded.dtype == precision else self.load(task, memory, precision)
 
     def compute(self, task: _Task, a: Tensor, b: Tensor, factor: float, memory: Workspace) -> None:
         """The task's rows = factor * a @ b."""
         view = self._at(task)
         # A product into strided memory is computed matrix by matrix, which costs more than a copy does where they are small.
-        if self._dtype == memory.dtype and view.shape[1] * view.shape[2] >= LEAST_NUMBERS_IN_PLACE:
+        if self._dtype == a.dtype and view.shape[1] * view.shape[2] >= LEAST_NUMBERS_IN_PLACE:
             product(view, a, b, factor)
         else:
-            result = memory.take(self._role, view.shape)
+            result = memory.take(self._role, view.shape, a.dtype)
             product(result, a, b, factor)
             view.copy_(result)
 
@@ -157,7 +165,8 @@ def forward(
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
         product(s, queries.load(task, memory), keys.load(task, memory).mT, scale)
         kernel.value(s)
-        out.compute(task, s, values.load(task, memory), call.factors[task.sequence], memory)
+        p = memory.rounded(s, call.operands(task.sequence))
+        out.compute(task, p, values.load(task, memory, p.dtype), call.factors[task.sequence], memory)
 
     out.zero_the_rest(call.pairs)
     call.run(work)
@@ -189,21 +198,22 @@ def backward(
     slope = dq is not None or dk is not None
 
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
-        factor = call.factors[task.sequence]
+        factor, narrow = call.factors[task.sequence], call.operands(task.sequence)
         q_rows, k_rows, do_rows = queries.load(task, memory), keys.load(task, memory), gradients.load(task, memory)
         p = memory.take("p", s.shape)
         product(s, q_rows, k_rows.mT, scale)
         kernel.prepare(s, None if dv is None else p, slope)
         if dv is not None:
-            dv.compute(task, p.mT, do_rows, factor, memory)
+            dv.compute(task, memory.rounded(p, narrow).mT, gradients.again(do_rows, task, memory, narrow), factor, memory)
         if not slope:
             return
         product(p, do_rows, values.load(task, memory).mT, factor)
         kernel.multiply_by_slope(p, s)
+        ds = memory.rounded(p, narrow)
         if dq is not None:
-            dq.compute(task, p, k_rows, scale, memory)
+            dq.compute(task, ds, keys.again(k_rows, task, memory, narrow), scale, memory)
         if dk is not None:
-            dk.compute(task, p.mT, q_rows, scale, memory)
+            dk.compute(task, ds.mT, queries.again(q_rows, task, memory, narrow), scale, memory)
 
     for result in (dq, dk, dv):
         if result is not None:

@@ -1,0 +1,210 @@
+"""The cpu backend's bf16 products, on processors that are fast at them: the same budget, S in fp32, nothing added up in bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import FORMS, check, make_case, run
+from torch import Tensor
+
+import gdpa
+from gdpa import numerics
+from gdpa.backends import cpu, cpu_plan, cpu_tensors, cpu_whole
+from gdpa.bench.plain import broken_cpu_products
+
+PATHS = pytest.mark.parametrize("path", ["whole", "one tile", "query tiles", "key tiles"])
+
+
+class Products:
+    """The products of a test: how many of each dtype, and whether a bf16 one was added to something."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = {torch.bfloat16: 0, torch.float32: 0}
+        self.added_in_bf16 = False
+        whole = cpu_tensors.product
+
+        def noted(result: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, *, accumulate: bool = False) -> None:
+            assert result.dtype == a.dtype == b.dtype
+            self.count[a.dtype] += 1
+            self.added_in_bf16 |= accumulate and a.dtype == torch.bfloat16
+            whole(result, a, b, factor, accumulate=accumulate)
+
+        for module in (cpu, cpu_tensors, cpu_whole):
+            monkeypatch.setattr(module, "product", noted)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Products:
+    return Products(monkeypatch)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this processor is, products are bf16, of matrices of any size."""
+    broken = broken_cpu_products("bfloat16")
+    if broken is not None:
+        pytest.skip(broken)
+    monkeypatch.setattr(cpu_plan, "multiplies_fast", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(cpu_plan, "LEAST_NARROW_PAIRS", 0)
+
+
+@pytest.fixture
+def on_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences whole, in a tile of their own, or in several tiles: then O and dQ, or dK and dV, are sums of products."""
+    if path == "whole":
+        monkeypatch.setattr(cpu_whole, "BATCH_SCORES", 0)
+        return
+    monkeypatch.setattr(cpu_whole, "MOST_SCORES", 0)
+    rows, keys = {"one tile": (1024, 1024), "query tiles": (32, 128), "key tiles": (128, 24)}[path]
+    for prefix in ("", "MASKED_"):
+        monkeypatch.setattr(cpu_plan, f"{prefix}TILE_ROWS", rows)
+        monkeypatch.setattr(cpu_plan, f"{prefix}TILE_KEYS", keys)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scales": {"scale": 0.3, "out_scale": 0.7},
+    "per sequence": {"out_scale": "per-sequence"},
+    "grouped": {"heads": 6, "kv_heads": 2},
+    "per head": {"heads": 4, "activation": ["gelu", "gelu", "relu", "tanh"]},
+    "traced": {"activation": lambda s: torch.sin(s) * s},
+    "window": {"window_size": (40, 3)},
+    "exp": {"activation": "exp", "spread": 1.3},
+}
+
+
+@PATHS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.usefixtures("fast", "on_path")
+def test_every_option_is_inside_the_budget(option: str, form: str, path: str, products: Products) -> None:
+    settings = {"heads": 2, "head_dim": 32, "value_dim": 48, "dtype": torch.bfloat16} | OPTIONS[option]
+    for lengths in ((64, 100, 0, 70), (70, 70, 70)):
+        check(make_case(form, q_lengths=lengths, k_lengths=lengths[::-1], tail=(3, 2), seed=5, **settings), "cpu")
+    # Equal sequences that share products and have factors of their own are multiplied by those before they are rounded; and heads
+    # of a group that are different query tiles add to one dK.
+    never = ((option, form) == ("per sequence", "dense") and path != "whole") or (option, path) == ("grouped", "key tiles")
+    assert (products.count[torch.bfloat16] > 0) is not never
+    assert products.count[torch.float32] > 0  # S, always
+    assert not products.added_in_bf16
+
+
+@pytest.mark.parametrize("activation", gdpa.activations())
+@pytest.mark.usefixtures("fast")
+def test_every_named_activation_is_inside_the_budget(activation: str) -> None:
+    check(
+        make_case(q_lengths=(130, 65), heads=2, head_dim=32, dtype=torch.bfloat16, activation=activation, spread=1.5, seed=3), "cpu"
+    )
+
+
+@pytest.mark.parametrize("length", [64, 300])
+@pytest.mark.parametrize("constant", [1 + 0.49 * 2**-7, 1 + 0.5 * 2**-7, 1.9])
+@pytest.mark.usefixtures("fast")
+def test_a_gradient_that_rounds_to_one_side_everywhere_is_inside_the_budget(length: int, constant: float) -> None:
+    """dP is one number for all pairs, half a unit off the nearest of bf16: rounded, no two of its errors would cancel."""
+    case = make_case(q_lengths=(length,), heads=2, head_dim=32, dtype=torch.bfloat16, seed=6)
+    d_out, v = torch.zeros_like(case.d_out), torch.zeros_like(case.inputs.v)
+    parts = (torch.tensor(constant).bfloat16().float().item(), constant)
+    d_out[..., :2], v[..., 0], v[..., 1] = 1.0, parts[0], parts[1] - parts[0]
+    case = case.with_inputs(v=v)
+    q, k, v = (x.clone().requires_grad_() for x in case.inputs[:3])
+    out = case.call(q, k, v, "cpu")
+    results = numerics.Results(out.detach(), *torch.autograd.grad(out, (q, k, v), d_out))
+    numerics.check(case.problem, case.inputs, d_out, results)
+
+
+@PATHS
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.usefixtures("fast", "on_path")
+def test_a_poisoned_sequence_changes_no_other(poison: float, products: Products) -> None:
+    case = make_case(q_lengths=(70, 65, 70), k_lengths=(66, 80, 70), dtype=torch.bfloat16, seed=7)
+    clean = run(case, "cpu")
+    rows = slice(70, 135), slice(66, 146)
+    q, k, v = (x.clone() for x in case.inputs[:3])
+    q[rows[0]], k[rows[1]], v[rows[1]] = poison, poison, poison
+    poisoned = run(case.with_inputs(q=q, k=k, v=v), "cpu")
+    for name, here in (("out", rows[0]), ("dq", rows[0]), ("dk", rows[1]), ("dv", rows[1])):
+        before, after = getattr(clean, name), getattr(poisoned, name)
+        others = torch.ones(before.shape[0], dtype=torch.bool)
+        others[here] = False
+        assert torch.equal(before[others], after[others]), name
+    assert poisoned.out[rows[0]].isnan().any()
+    assert products.count[torch.bfloat16] > 0
+
+
+@PATHS
+@pytest.mark.parametrize("layout", ["heads first", "strided", "rows apart"])
+@pytest.mark.usefixtures("fast", "on_path")
+def test_any_strides_are_inside_the_budget(layout: str) -> None:
+    case = make_case("dense", q_lengths=(70,) * 3, heads=3, head_dim=16, dtype=torch.bfloat16, seed=8)
+
+    def laid_out(x: Tensor) -> Tensor:
+        if layout == "heads first":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "strided":
+            return torch.stack((x, x), -1)[..., 0]
+        return torch.cat((x, x), 1)[:, : x.shape[1]]
+
+    q, k, v, d_out = (laid_out(x) for x in (*case.inputs[:3], case.d_out))
+    out = cpu.forward(case.problem, q, k, v, None, None, None)
+    gradients = cpu.backward(case.problem, d_out, q, k, v, None, None, None, (True,) * 3)
+    numerics.check(case.problem, case.inputs, case.d_out, numerics.Results(out, *gradients))
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["dq", "dk", "dv"])
+@PATHS
+@pytest.mark.usefixtures("fast", "on_path")
+def test_a_gradient_by_itself_is_the_one_among_three(needs: tuple[bool, bool, bool]) -> None:
+    case = make_case(q_lengths=(70, 100), heads=2, head_dim=32, dtype=torch.bfloat16, seed=9)
+    inputs = (*case.inputs[:5], None)
+    alone = cpu.backward(case.problem, case.d_out, *inputs, needs)
+    all_three = cpu.backward(case.problem, case.d_out, *inputs, (True,) * 3)
+    for wanted, a, b in zip(needs, alone, all_three, strict=True):
+        assert (a is not None) == wanted
+        assert a is None or b is None or torch.equal(a, b)
+
+
+@PATHS
+@pytest.mark.usefixtures("on_path")
+def test_other_processors_and_dtypes_multiply_in_fp32_alone(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(q_lengths=(70, 100), heads=2, head_dim=32, dtype=torch.bfloat16, seed=10)
+    monkeypatch.setattr(cpu_plan, "multiplies_fast", lambda dtype: False)
+    check(case, "cpu")
+    monkeypatch.setattr(cpu_plan, "multiplies_fast", cpu_tensors.multiplies_fast)
+    check(make_case(q_lengths=(70, 100), heads=2, head_dim=32, dtype=torch.float16, seed=10), "cpu")
+    assert products.count[torch.float32] > 0
+    assert products.count[torch.bfloat16] == 0
+
+
+@pytest.mark.usefixtures("fast")
+def test_short_sequences_multiply_in_fp32(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_plan, "LEAST_NARROW_PAIRS", 64 * 64)
+    check(make_case(q_lengths=(63,), heads=2, head_dim=32, dtype=torch.bfloat16, seed=11), "cpu")
+    assert products.count[torch.bfloat16] == 0
+    check(make_case(q_lengths=(64,), heads=2, head_dim=32, dtype=torch.bfloat16, seed=11), "cpu")
+    assert products.count[torch.bfloat16] > 0
+
+
+@pytest.mark.parametrize(
+    ("about", "fast_at_bf16"),
+    [
+        ({"cpu_name": "AMD EPYC 9654", "avx512_bf16": True}, True),
+        ({"cpu_name": "AMD EPYC 7763", "avx512_bf16": False}, False),
+        ({"cpu_name": "Intel(R) Xeon(R) Platinum 8581C", "avx512_bf16": True}, False),
+        ({"cpu_name": "", "architecture": "aarch64"}, False),
+    ],
+    ids=["zen 4", "zen 3", "xeon", "arm"],
+)
+def test_which_processors_are_fast(about: dict[str, Any], fast_at_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: about, raising=False)
+    fast = cpu_tensors.multiplies_fast.__wrapped__
+    assert fast(torch.bfloat16) is fast_at_bf16
+    assert not fast(torch.float16)
+    assert not fast(torch.float32)
+
+
+def test_a_torch_that_does_not_tell_is_taken_for_a_slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert not cpu_tensors.multiplies_fast.__wrapped__(torch.bfloat16)
