@@ -81,11 +81,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("fast", "on_path")
 def test_every_option_is_inside_the_budget(option: str, form: str, path: str, products: Products) -> None:
     settings = {"heads": 2, "head_dim": 32, "value_dim": 48, "dtype": torch.bfloat16} | OPTIONS[option]
-    for lengths in ((64, 100, 0, 70), (70, 70, 70)):
+    # Outside whole sequences, of sizes that are few (test_products_come_in_few_shapes).
+    for lengths in ((70, 100, 0, 64), (96, 96, 96)) if path == "whole" else ((64, 160, 0, 96), (96, 96, 96)):
         check(make_case(form, q_lengths=lengths, k_lengths=lengths[::-1], tail=(3, 2), seed=5, **settings), "cpu")
     # Equal sequences that share products and have factors of their own are multiplied by those before they are rounded; and heads
     # of a group that are different query tiles add to one dK.
-    never = ((option, form) == ("per sequence", "dense") and path != "whole") or (option, path) == ("grouped", "key tiles")
+    never = (option, path) == ("grouped", "key tiles")
+    if option == "per sequence":
+        never = (form == "dense" and path != "whole") or (form, path) == ("shared-query", "whole")
     assert (products.count[torch.bfloat16] > 0) is not never
     assert products.count[torch.float32] > 0  # S, always
     assert not products.added_in_bf16
@@ -118,10 +121,13 @@ def test_a_gradient_that_rounds_to_one_side_everywhere_is_inside_the_budget(leng
 @PATHS
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.usefixtures("fast", "on_path")
-def test_a_poisoned_sequence_changes_no_other(poison: float, products: Products) -> None:
-    case = make_case(q_lengths=(70, 65, 70), k_lengths=(66, 80, 70), dtype=torch.bfloat16, seed=7)
+def test_a_poisoned_sequence_changes_no_other(poison: float, path: str, products: Products) -> None:
+    case = make_case(q_lengths=(96, 64, 96), k_lengths=(64, 96, 96), dtype=torch.bfloat16, seed=7)
+    if path == "whole":
+        case = make_case(q_lengths=(95, 65, 90), k_lengths=(66, 94, 91), dtype=torch.bfloat16, seed=7)
     clean = run(case, "cpu")
-    rows = slice(70, 135), slice(66, 146)
+    (_, *q_ends), (_, *k_ends) = (x.tolist() for x in (case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k))
+    rows = slice(*q_ends[:2]), slice(*k_ends[:2])
     q, k, v = (x.clone() for x in case.inputs[:3])
     q[rows[0]], k[rows[1]], v[rows[1]] = poison, poison, poison
     poisoned = run(case.with_inputs(q=q, k=k, v=v), "cpu")
@@ -137,8 +143,9 @@ def test_a_poisoned_sequence_changes_no_other(poison: float, products: Products)
 @PATHS
 @pytest.mark.parametrize("layout", ["heads first", "strided", "rows apart"])
 @pytest.mark.usefixtures("fast", "on_path")
-def test_any_strides_are_inside_the_budget(layout: str) -> None:
-    case = make_case("dense", q_lengths=(70,) * 3, heads=3, head_dim=16, dtype=torch.bfloat16, seed=8)
+def test_any_strides_are_inside_the_budget(layout: str, path: str, products: Products) -> None:
+    rows = 70 if path == "whole" else 96
+    case = make_case("dense", q_lengths=(rows,) * 3, heads=3, head_dim=16, dtype=torch.bfloat16, seed=8)
 
     def laid_out(x: Tensor) -> Tensor:
         if layout == "heads first":
@@ -151,13 +158,38 @@ def test_any_strides_are_inside_the_budget(layout: str) -> None:
     out = cpu.forward(case.problem, q, k, v, None, None, None)
     gradients = cpu.backward(case.problem, d_out, q, k, v, None, None, None, (True,) * 3)
     numerics.check(case.problem, case.inputs, case.d_out, numerics.Results(out, *gradients))
+    assert products.count[torch.bfloat16] > 0
+
+
+@pytest.mark.parametrize("path", ["whole", "one tile"])
+@pytest.mark.usefixtures("fast", "on_path")
+def test_products_come_in_few_shapes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN compiles and keeps each of them."""
+    whole, shapes = cpu_tensors.product, set()
+
+    def noted(result: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, *, accumulate: bool = False) -> None:
+        if a.dtype == torch.bfloat16:
+            shapes.add((a.shape, b.shape, factor))
+        whole(result, a, b, factor, accumulate=accumulate)
+
+    for module in (cpu, cpu_whole):
+        monkeypatch.setattr(module, "product", noted)
+    lengths = range(200, 264)
+    for length in lengths:
+        run(make_case(q_lengths=(length, length - 60), heads=2, kv_heads=2 if path == "whole" else 1, dtype=torch.bfloat16), "cpu")
+    sizes = {cpu_tensors.few_sizes(length - cut) for length in lengths for cut in (0, 60)}
+    assert 0 < len(shapes) <= 4 * len(sizes)
+    if path == "whole":
+        assert len(shapes) == len(sizes) == 5
+    assert cpu_tensors.few_sizes(1) == 32
+    assert len({cpu_tensors.few_sizes(length) for length in range(1, 1025)}) == 24
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["dq", "dk", "dv"])
 @PATHS
 @pytest.mark.usefixtures("fast", "on_path")
 def test_a_gradient_by_itself_is_the_one_among_three(needs: tuple[bool, bool, bool]) -> None:
-    case = make_case(q_lengths=(70, 100), heads=2, head_dim=32, dtype=torch.bfloat16, seed=9)
+    case = make_case(q_lengths=(96, 70, 160), heads=2, head_dim=32, dtype=torch.bfloat16, seed=9)
     inputs = (*case.inputs[:5], None)
     alone = cpu.backward(case.problem, case.d_out, *inputs, needs)
     all_three = cpu.backward(case.problem, case.d_out, *inputs, (True,) * 3)

@@ -60,10 +60,9 @@ class TestPlan:
             ("dense", 512, "silu", "THROUGH_DQ"),
             ("dense", 513, "silu", "THROUGH_V"),
             ("dense", 513, "relu", "THROUGH_V"),
-            ("dense", 1024, "gelu_tanh", "THROUGH_DQ"),
-            ("dense", 1024, ["silu", "silu", "gelu", "silu"], "THROUGH_DQ"),
-            ("dense", 1025, "gelu_tanh", "THROUGH_V"),
+            ("dense", 513, "gelu_tanh", "THROUGH_V"),
             ("dense-key", 512, "gelu", "THROUGH_DQ"),
+            ("dense-key", 513, "gelu", "THROUGH_V"),
             ("packed", 64, "gelu", "THROUGH_V"),
             ("shared-query", 64, "silu", "THROUGH_V"),
         ],
@@ -120,6 +119,46 @@ class TestPlan:
         assert rotating == (0 if paired else 132)
         assert tiles >= batch * heads * -(-keys // 128)
 
+    @pytest.mark.parametrize(
+        ("form", "keys", "together"),
+        [
+            ("dense", 512, False),  # dV through dQ
+            ("dense", 513, True),
+            ("dense", 8192, True),
+            ("dense-key", 2048, False),  # queries differ in length
+            ("packed", 2048, False),
+            ("shared-query", 2048, False),  # nothing is passed on
+        ],
+    )
+    def test_whose_tiles_are_together(self, form, keys, together):
+        from gdpa.backends.hopper import launch_backward as launch
+
+        problem = make_case(form, q_lengths=(3,) * 2, k_lengths=(keys,) * 2, heads=4, head_dim=8).problem
+        assert launch.is_together(problem, True) is together
+        assert launch.is_together(problem, False) is False
+
+    @pytest.mark.parametrize("together", [False, True])
+    @pytest.mark.parametrize(("batch", "heads", "tiles"), [(3, 4, 5), (5, 1, 7), (1, 3, 16)])
+    def test_every_tile_has_a_number_and_neighbours_are_of_one_head_where_together(self, batch, heads, tiles, together):
+        """tiles.find_tile, run as Python."""
+        from types import SimpleNamespace
+
+        from gdpa.backends.hopper.tiles import find_tile
+
+        source = inspect.getsource(find_tile.fn).replace("@gluon.jit\n", "")
+        gl = SimpleNamespace(constexpr=None, program_id=lambda axis: 0, num_programs=lambda axis: 1)
+        namespace = {"gl": gl, "TILE": 128, "RECORD": 8}
+        exec(source, namespace)
+        found = []
+        for number in range(batch * heads * tiles):
+            head, sequence, k_start, _, row, q_start, _, count = namespace["find_tile"](
+                number, None, 10, 128 * tiles, tiles, heads, False, False, together
+            )
+            assert (k_start, q_start, count) == (128 * tiles * sequence, 10 * sequence, tiles)
+            found.append((sequence, head, row // 128) if together else (sequence, row // 128, head))
+        sizes = (heads, tiles) if together else (tiles, heads)
+        assert found == [(b, i, j) for b in range(batch) for i in range(sizes[0]) for j in range(sizes[1])]
+
     def test_what_is_deterministic_does_not_depend_on_the_device(self):
         from gdpa.backends.hopper import launch_backward as launch
 
@@ -155,19 +194,20 @@ class TestRelay:
             exec(source, namespace)
         return SimpleNamespace(**{name: namespace[name] for name in ("find_relay", "find_rank")}, relay=relay.RELAY)
 
+    @pytest.mark.parametrize("apart", [1, 4])
     @pytest.mark.parametrize("rotating", [0, 132])
     @pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 32, 33])
-    @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 16, 33])
-    def test_every_step_has_one_first_and_one_last_and_nobody_waits_in_a_circle(self, kernels, rotating, steps, count):
+    @pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 16, 33, 34])
+    def test_every_step_has_one_first_and_one_last_and_nobody_waits_in_a_circle(self, kernels, apart, rotating, steps, count):
         visits: dict[int, dict[int, tuple[int, bool, bool]]] = {step: {} for step in range(steps)}
         ranks: dict[int, dict[int, int]] = {step: {} for step in range(steps)}
         for tile in range(count):
-            start, first_until, last_from = kernels.find_relay(128 * tile, 64, count, steps, rotating, 4, kernels.relay)
+            start, first_until, last_from = kernels.find_relay(128 * tile, 64, count, steps, rotating, apart, kernels.relay)
             assert 0 <= start < steps
             for step in range(steps):
                 here = (start + step) % steps
                 visits[here][tile] = (step, step < first_until, step >= last_from)
-                ranks[here][tile] = kernels.find_rank(128 * tile, count, here, steps, rotating, 4)
+                ranks[here][tile] = kernels.find_rank(128 * tile, count, here, steps, rotating, apart)
         done: set[tuple[int, int]] = set()  # (tile, its own step)
         waiting = {(tile, visits[here][tile][0]): here for here in visits for tile in visits[here]}
         for here in range(steps):
@@ -193,6 +233,7 @@ class TestRelay:
         for tile in range(40):
             assert kernels.find_relay(128 * tile, 64, 40, 5, 132, 4, kernels.relay)[0] == 0
             assert kernels.find_rank(128 * tile, 40, 3, 5, 132, 4) == tile
+        assert kernels.find_relay(128 * 39, 64, 40, 40, 132, 1, kernels.relay)[0] == 39  # within 132 numbers: it turns
 
     def test_tiles_without_queries_are_alone(self, kernels):
         assert kernels.find_relay(128, 0, 4, 1, 132, 4, kernels.relay) == (0, 1, 0)

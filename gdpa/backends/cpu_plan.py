@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gdpa.backends.cpu_kernels import Kernel, kernel_of
-from gdpa.backends.cpu_tensors import Workspace, multiplies_fast, workspace
+from gdpa.backends.cpu_tensors import Workspace, few_sizes, multiplies_fast, workspace
 from gdpa.problem import Problem, row_ranges
 
 # One matrix of scores has at most TILE_ROWS x TILE_KEYS, or more on one side where the other is short. Whole sequences of up
@@ -40,7 +40,7 @@ UNEVEN = 1.25
 # the order of one decides whether it errs more than twice the ideal, as it did in 1 % of random problems.
 EXACT_PAIRS = 1 << 10
 # From so many (query, key) pairs of a matrix on, products are bf16 where the processor is fast at them (`operands`).
-LEAST_NARROW_PAIRS = 1 << 11
+LEAST_NARROW_PAIRS = 1 << 12
 
 
 def operands(problem: Problem, pairs: int) -> torch.dtype:
@@ -139,8 +139,10 @@ class Chunk:
 
     @property
     def operands(self) -> torch.dtype:
-        narrow = operands(self.problem, self.block.q_len * self.block.k_len)
-        return narrow if narrow.itemsize == 2 else self.precision
+        q_len, k_len = self.block.q_len, self.block.k_len
+        few = few_sizes(q_len) == q_len and few_sizes(k_len) == k_len
+        narrow = operands(self.problem, q_len * k_len)
+        return narrow if few and narrow.itemsize == 2 else self.precision
 
     @cached_property
     def query_tiles(self) -> list[QueryTile]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gdpa.backends.cpu_kernels import kernel_of
 from gdpa.backends.cpu_plan import BATCH_SCORES, EXACT_PAIRS, divide, operands, wide
-from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, product, workspace
+from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, few_sizes, product, workspace
 from gdpa.problem import Problem, row_ranges
 
 MOST_SCORES = 1 << 20  # of one product
@@ -61,9 +61,12 @@ class _Call:
         exact = self.problem.dtype == torch.float32 and self.pairs[sequence] <= EXACT_PAIRS
         return torch.float64 if exact else wide(self.problem.dtype)
 
-    def operands(self, sequence: int) -> torch.dtype:
-        narrow = operands(self.problem, self.pairs[sequence])
-        return narrow if narrow.itemsize == 2 else self.precision(sequence)
+    def is_narrow(self, sequence: int) -> bool:
+        return operands(self.problem, self.pairs[sequence]).itemsize == 2
+
+    def rounded(self, scores: Tensor, memory: Workspace) -> Tensor:
+        """P or dS in the inputs' precision, with zeros beside it."""
+        return memory.padded("rounded", scores, self.problem.dtype, few_sizes(scores.shape[2]))
 
     def run(self, work: Callable[[_Task, Tensor, Workspace], None]) -> None:
         """Do the work of every sequence that has pairs: `work` gets a task, memory for its scores, and the rest of the memory."""
@@ -103,27 +106,31 @@ class _Sequences:
         view = self._views[task.sequence]
         return view if task.whole else view[task.heads]
 
-    def load(self, task: _Task, memory: Workspace, precision: torch.dtype | None = None) -> Tensor:
+    def load(self, task: _Task, memory: Workspace) -> Tensor:
         """An operand [h, L, features]: the caller's own memory where it has the precision and strides, else a copy."""
-        view, precision = self._at(task), precision or memory.dtype
-        if self._is_operand and self._dtype == precision:
+        view = self._at(task)
+        if self._is_operand and self._dtype == memory.dtype:
             return view
-        return memory.take(self._role, view.shape, precision).copy_(view)
+        return memory.take(self._role, view.shape).copy_(view)
 
-    def again(self, loaded: Tensor, task: _Task, memory: Workspace, precision: torch.dtype) -> Tensor:
-        """What was `loaded`, in this precision."""
-        return loaded if loaded.dtype == precision else self.load(task, memory, precision)
+    def narrow(self, task: _Task, memory: Workspace) -> Tensor:
+        """An operand in the caller's precision, with zeros below its rows."""
+        view = self._at(task)
+        if self._is_operand and few_sizes(view.shape[1]) == view.shape[1]:
+            return view
+        return memory.padded(self._role, view, self._dtype, view.shape[2])
 
     def compute(self, task: _Task, a: Tensor, b: Tensor, factor: float, memory: Workspace) -> None:
-        """The task's rows = factor * a @ b."""
+        """The task's rows = factor * a @ b, of which there may be more."""
         view = self._at(task)
+        rows = view.shape[1]
         # A product into strided memory is computed matrix by matrix, which costs more than a copy does where they are small.
-        if self._dtype == a.dtype and view.shape[1] * view.shape[2] >= LEAST_NUMBERS_IN_PLACE:
+        if self._dtype == a.dtype and rows == a.shape[1] and rows * view.shape[2] >= LEAST_NUMBERS_IN_PLACE:
             product(view, a, b, factor)
         else:
-            result = memory.take(self._role, view.shape, a.dtype)
+            result = memory.take(f"{self._role} result", (a.shape[0], a.shape[1], b.shape[2]), a.dtype)
             product(result, a, b, factor)
-            view.copy_(result)
+            view.copy_(result[:, :rows] if rows < a.shape[1] else result)
 
     def zero_the_rest(self, pairs: list[int]) -> None:
         """Zeros in sequences without pairs, and in rows of no sequence."""
@@ -165,8 +172,11 @@ def forward(
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
         product(s, queries.load(task, memory), keys.load(task, memory).mT, scale)
         kernel.value(s)
-        p = memory.rounded(s, call.operands(task.sequence))
-        out.compute(task, p, values.load(task, memory, p.dtype), call.factors[task.sequence], memory)
+        if call.is_narrow(task.sequence):
+            s, v_rows = call.rounded(s, memory), values.narrow(task, memory)
+        else:
+            v_rows = values.load(task, memory)
+        out.compute(task, s, v_rows, call.factors[task.sequence], memory)
 
     out.zero_the_rest(call.pairs)
     call.run(work)
@@ -198,22 +208,26 @@ def backward(
     slope = dq is not None or dk is not None
 
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
-        factor, narrow = call.factors[task.sequence], call.operands(task.sequence)
+        factor, is_narrow = call.factors[task.sequence], call.is_narrow(task.sequence)
         q_rows, k_rows, do_rows = queries.load(task, memory), keys.load(task, memory), gradients.load(task, memory)
         p = memory.take("p", s.shape)
         product(s, q_rows, k_rows.mT, scale)
         kernel.prepare(s, None if dv is None else p, slope)
-        if dv is not None:
-            dv.compute(task, memory.rounded(p, narrow).mT, gradients.again(do_rows, task, memory, narrow), factor, memory)
+        if dv is not None and is_narrow:
+            dv.compute(task, call.rounded(p, memory).mT, gradients.narrow(task, memory), factor, memory)
+        elif dv is not None:
+            dv.compute(task, p.mT, do_rows, factor, memory)
         if not slope:
             return
-        product(p, do_rows, values.load(task, memory).mT, factor)
+        product(p, do_rows, values.load(task, memory).mT, factor * scale)  # here, so that a product like O's serves dQ, and dV's dK
         kernel.multiply_by_slope(p, s)
-        ds = memory.rounded(p, narrow)
+        ds = p
+        if is_narrow:
+            ds, q_rows, k_rows = call.rounded(p, memory), queries.narrow(task, memory), keys.narrow(task, memory)
         if dq is not None:
-            dq.compute(task, ds, keys.again(k_rows, task, memory, narrow), scale, memory)
+            dq.compute(task, ds, k_rows, 1.0, memory)
         if dk is not None:
-            dk.compute(task, ds.mT, queries.again(q_rows, task, memory, narrow), scale, memory)
+            dk.compute(task, ds.mT, q_rows, 1.0, memory)
 
     for result in (dq, dk, dv):
         if result is not None:

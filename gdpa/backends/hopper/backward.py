@@ -107,17 +107,17 @@ def key_producer(
     records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
     factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DV: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
-    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, DQ: gl.constexpr, DV: gl.constexpr,
+    TOGETHER: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, DQ: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     stream = 0  # steps so far
     old_end, old_row, old_head = 0, 0, 0  # where dV of the tile before goes
     mine = tile_count(tiles, PAIRED)
     for taken in range(mine):
         head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER
         )
         steps = block_count(q_length) * GROUP
-        start, _, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        start, _, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
         last_from = gl.where((count <= few) | (q_length == 0), -1, last_from)
         k_end = k_start + k_length
         k_row = RAGGED - k_length + row
@@ -164,12 +164,12 @@ def key_producer(
 def query_producer(
     q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_DO: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     index = 0  # of the step in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER
         )
         d_start = q_start
         if Q_SHARED:
@@ -177,7 +177,7 @@ def query_producer(
             d_start = sequence * q_rows
         blocks = block_count(q_length)
         steps = blocks * GROUP
-        start, _, _ = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        start, _, _ = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
         for step in range(steps):
             in_group, block = split(turned(step, start, steps), blocks, GROUP)
             q_head = head * GROUP + in_group
@@ -452,8 +452,9 @@ def backward_kernel(
     activate: gl.constexpr, factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
     STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr,
-    MASK_TAIL: gl.constexpr, DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, Q_SHARED: gl.constexpr,
+    SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -493,22 +494,22 @@ def backward_kernel(
             )),
             (query_producer, (
                 q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
-                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, Q_SHARED, DQ,
+                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, TOGETHER, Q_SHARED, DQ,
             )),
             (key_producer, (
                 k_desc, v_desc, dv_desc, keys, values, notes, values_free, keys_free, partial, dq_empty, dq_left, dv_left,
                 records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factor_of, FOLD,
-                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, SCALE_PER_SEQUENCE, SCALE_OUTSIDE, DQ, DV,
+                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, TOGETHER, SCALE_PER_SEQUENCE, SCALE_OUTSIDE, DQ, DV,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, DV, 0,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, Q_SHARED, DQ, ORDERED, DV, 0,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, Q_SHARED, DQ, ORDERED, DV, 1,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, Q_SHARED, DQ, ORDERED, DV, 1,
             )),
         ],
         [4, 1, 1, 1, 1],

@@ -50,24 +50,26 @@ def way_of_dq(problem: Problem, needs_dq: bool) -> int:
 
 # Tiles that are short and alike end often and together: the next one's values should not wait for dV. Where dQ waits for other programs,
 # dV should not wait for dQ. Through V -> through dQ on an H200, of the floor, silu and gelu_tanh: 512 keys 0.775 -> 0.795 and
-# 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762; packed keys up to 2048 0.775 -> 0.740 and 0.724 -> 0.682.
+# 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762 (but is_together); packed keys up to 2048 0.775 -> 0.740 and 0.724 -> 0.682.
 MOST_KEYS_THROUGH_DQ = 512
-# Of activations with more instructions than silu's six; those with fewer were not timed, and go with it.
-MOST_KEYS_THROUGH_DQ_LONG = 1024
-SHORT_INSTRUCTIONS = 6
 
 
 def way_of_dv(problem: Problem, needs_dv: bool) -> int:
     if not needs_dv:
         return NONE
-    if problem.key_side == "packed" or problem.key_rows > MOST_KEYS_THROUGH_DQ_LONG:
-        return THROUGH_V
-    return THROUGH_DQ if problem.key_rows <= MOST_KEYS_THROUGH_DQ or _is_long(problem) else THROUGH_V
+    return THROUGH_V if problem.key_side == "packed" or problem.key_rows > MOST_KEYS_THROUGH_DQ else THROUGH_DQ
 
 
-def _is_long(problem: Problem) -> bool:
-    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
-    return functions.instructions > SHORT_INSTRUCTIONS
+def is_together(problem: Problem, needs_dq: bool) -> bool:
+    """Whether neighbouring programs take the tiles of a head, which pass dQ on to each other, rather than the heads of a tile.
+
+    Worth 1 to 5 % where all sequences are alike, and dV does not wait for dQ. On an H200, of the floor, silu and gelu_tanh: 640 keys
+    0.749 -> 0.774 and 0.720 -> 0.729, 1024 keys 0.787 -> 0.801 and 0.774 -> 0.779, 2048 keys 0.815 -> 0.826 and 0.745 -> 0.785, 4096 keys
+    0.822 -> 0.830 and 0.764 -> 0.784; but packed keys up to 2048 0.767 -> 0.747 and 0.703 -> 0.684, and 512 keys, through dQ,
+    0.796 -> 0.792 and 0.747 -> 0.668.
+    """
+    dense = problem.key_side != "packed" and problem.query_side == "dense"
+    return dense and way_of_dq(problem, needs_dq) == RELAY and problem.key_rows > MOST_KEYS_THROUGH_DQ
 
 
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
@@ -297,6 +299,7 @@ def _recipe_key(
         way_of_dq(problem, needs[0]),
         way_of_dv(problem, needs[2]),
         is_paired(problem, multiprocessors(q.device)),
+        is_together(problem, needs[0]),
         problem.deterministic,
         needs,
     )
@@ -388,6 +391,7 @@ def _constants(
         "D": problem.head_dim,
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "PAIRED": is_paired(problem, multiprocessor_count),
+        "TOGETHER": is_together(problem, needs[0]),
         "Q_SHARED": problem.query_side == "shared",
         "SCALE_PER_SEQUENCE": out_scale is not None,
         # float16 may not have the range for dS with it: it may be small.

@@ -13,7 +13,7 @@ and the copy engine adds the others there: half the bytes, and nothing comes bac
 A counter for each step of a query head says how many tiles have been there: ADD waits for one, or, where results must be the same every
 time, for all before it; LAST waits for all others. Tiles begin at different steps and go around: tile t of T at step t * steps / T, so
 each finds that the one before it was there a while ago. A tile then waits for tiles behind it in the list as well, whose programs must be
-running: the launch is cooperative, and no program has two tiles of such a sequence, whose tiles and heads are at most as many as there are
+running: the launch is cooperative, and no program has two tiles of such a sequence and head, whose numbers lie within as many as there are
 programs (`rotating`). Longer sequences do not turn: all their tiles begin at step 0 and wait for those before them in the list.
 
 Dense sequences of two tiles and few queries are PAIRED: one program takes both tiles, one after the other, and waits for itself alone.
@@ -61,12 +61,13 @@ PAIR: gl.constexpr = gl.constexpr(160)
 
 
 @gluon.jit
-def find_relay(row, q_length, count, steps, rotating, KV_HEADS: gl.constexpr, DQ: gl.constexpr):
-    """(the tile's first step, until when it is FIRST, from when on it is LAST), counted in steps since its first one."""
+def find_relay(row, q_length, count, steps, rotating, APART: gl.constexpr, DQ: gl.constexpr):
+    """(the tile's first step, until when it is FIRST, from when on it is LAST), counted in steps since its first one.
+    Two neighbouring tiles of a head are APART numbers apart."""
     if DQ != RELAY:
         return steps * 0, steps, steps * 0
     number = row // TILE
-    rotates = count * KV_HEADS <= rotating
+    rotates = count * APART <= rotating
     # Without queries there is nothing to pass on, and a step of nothing to store: ALONE.
     count = gl.where(q_length > 0, count, 1)
     number = gl.where(q_length > 0, number, 0)
@@ -89,12 +90,12 @@ def first_step(number, count, steps):
 
 
 @gluon.jit
-def find_rank(row, count, here, steps, rotating, KV_HEADS: gl.constexpr):
+def find_rank(row, count, here, steps, rotating, APART: gl.constexpr):
     """How many tiles are at a step of the sequence before this one."""
     number = row // TILE
     first = (((here + 1).to(gl.int64) * count - 1) // steps).to(gl.int32)  # the tile that begins there, or did so last
     rank = gl.where(first >= number, first - number, first - number + count)
-    return gl.where(count * KV_HEADS <= rotating, rank, number)
+    return gl.where(count * APART <= rotating, rank, number)
 
 
 @gluon.jit
@@ -195,7 +196,7 @@ def send_dv(
 def reducer(
     dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, Q_SHARED: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, Q_SHARED: gl.constexpr,
     DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     if DQ == NONE:
@@ -208,7 +209,7 @@ def reducer(
     index = 1  # of the tile's first dQ in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER
         )
         # Sequences cover as many 64s of rows as they have, and one more where one begins.
         first_counter = q_start // ROWS + sequence
@@ -216,7 +217,7 @@ def reducer(
             q_start = gl.program_id(0) * q_rows
         blocks = block_count(q_length)
         steps = blocks * GROUP
-        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, KV_HEADS, DQ)
+        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
         for step in range((index + WHO) & 1, steps, 2):
             here = turned(step, start, steps)
             in_group, block = split(here, blocks, GROUP)
@@ -241,7 +242,7 @@ def reducer(
                 if DQ != RELAY or not comes_back:
                     mbarrier.arrive(dq_empty.index(which), count=1)
             if DQ == RELAY:
-                needed = find_rank(row, count, here, steps, rotating, KV_HEADS) if ORDERED else 1
+                needed = find_rank(row, count, here, steps, rotating, 1 if TOGETHER else KV_HEADS) if ORDERED else 1
                 needed = gl.where(is_first, 0, gl.where(is_last, count - 1, needed))
                 if (seen < needed) & (first_until < steps):
                     await_count(counter, needed)

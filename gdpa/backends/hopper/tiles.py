@@ -77,13 +77,19 @@ def tile_count(tiles, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def find_tile(taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr):
+def find_tile(
+    taken, records_ptr, q_rows, k_rows, k_tiles,
+    KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
     """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
-    its queries, its tiles)."""
+    its queries, its tiles). The heads of a tile follow one another in the numbers, or, TOGETHER, the tiles of a head."""
     number = taken // 2 if PAIRED else taken
     number = gl.program_id(0) + number * gl.num_programs(0)
     head = number % KV_HEADS
     entry = number // KV_HEADS
+    if TOGETHER:
+        head = number // k_tiles % KV_HEADS
+        entry = number // (k_tiles * KV_HEADS) * k_tiles + number % k_tiles
     if PAIRED:
         entry = entry * 2 + taken % 2
     if HAS_LIST:
