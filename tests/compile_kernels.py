@@ -31,7 +31,7 @@ CONFIGURATIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The hopper backend's: activations, D, dtype, query heads per key head, form, key heads, rows a sequence.
+# The hopper backend's: activations, D, dtype, query heads per key head, form, key heads, rows a sequence, window.
 HOPPER: dict[str, tuple[Any, ...]] = {
     "silu": (("silu",), 128, torch.bfloat16, 1, "packed"),
     "gelu_tanh": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense"),
@@ -44,6 +44,10 @@ HOPPER: dict[str, tuple[Any, ...]] = {
     "64-long-silu": (("silu",), 64, torch.bfloat16, 1, "packed", 4, 1024),
     "64-long-gelu": (("gelu_tanh",), 64, torch.bfloat16, 2, "shared-queries", 4, 1024),
     "64-long-dense": (("gelu",), 64, torch.bfloat16, 1, "dense", 4, 2048),
+    "causal": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (-1, 0)),
+    "causal-gelu": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 256, (-1, 0)),
+    "64-causal": (("silu",), 64, torch.bfloat16, 1, "dense", 4, 2048, (-1, 0)),
+    "window": (("gelu_tanh",), 128, torch.bfloat16, 2, "dense-keys", 4, 256, (100, 0)),
 }
 
 

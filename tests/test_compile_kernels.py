@@ -41,9 +41,10 @@ FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
 # 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
 HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "long"): (104, 112)}
 HOPPER_PRODUCTS |= {("backward_kernel", 128): (152,), ("backward_kernel", 64): (120,), ("backward_kernel", "without-dq"): (104,)}
-# The hopper forward's, of long activations: a few numbers of a tile that its first step has no room for.
+# The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}  # with the installed Triton and the newest
 LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-shared")
+LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
 UNSAFE_SPILLS = {False: (12, 80), True: (90, 360)}  # with a mask

@@ -1,7 +1,7 @@
 """Kernels for NVIDIA Hopper (sm_90): warp-specialised, fed by its copy engine.
 
-The backward kernel computes the three gradients at once. dQ alone comes from the portable kernel, which sums over the keys in one
-program.
+The backward kernel computes the three gradients at once, of calls without a window. Those of calls with one come from the portable
+kernels, and so does dQ alone, which they sum over the keys in one program.
 
 Importing this module needs no Triton: `supports` says so where it is missing.
 """
@@ -46,8 +46,6 @@ def supports(problem: Problem) -> str | None:
         return f"it computes in bfloat16 and float16, and q is {problem.dtype}"
     if problem.head_dim != problem.value_dim or problem.head_dim not in HEAD_DIMENSIONS:
         return f"it takes head dimensions 64 and 128, the same for q and v, and they are {problem.head_dim} and {problem.value_dim}"
-    if problem.masked:
-        return "it has no windows; causal and window_size run on triton"
     sides = ((problem.query_side, problem.query_rows), (problem.key_side, problem.key_rows))
     if any(rows * (problem.batch if side != "packed" else 1) >= RAGGED for side, rows in sides):
         return f"it addresses fewer than {RAGGED} rows"
@@ -90,9 +88,7 @@ def backward(
     from gdpa.backends.triton import run as portable
 
     arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
-    if needs[1] or needs[2]:
-        return launch_backward.backward(*arguments, needs)
-    return portable.backward(*arguments, needs)
+    return launch_backward.backward(*arguments, needs) if _takes_gradients(problem, needs) else portable.backward(*arguments, needs)
 
 
 def prepare_backward(
@@ -103,4 +99,8 @@ def prepare_backward(
     from gdpa.backends.triton import run as portable
 
     arguments = (problem, d_out, q, k, v, out_scale, needs)
-    return launch_backward.prepare(*arguments) if needs[1] or needs[2] else portable.prepare_backward(*arguments)
+    return launch_backward.prepare(*arguments) if _takes_gradients(problem, needs) else portable.prepare_backward(*arguments)
+
+
+def _takes_gradients(problem: Problem, needs: tuple[bool, bool, bool]) -> bool:
+    return not problem.masked and (needs[1] or needs[2])

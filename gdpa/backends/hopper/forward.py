@@ -31,6 +31,11 @@ With three consumers the named barriers do not suffice, and mbarriers, `empty`, 
 
 Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
 A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
+Windows (WINDOW) leave out blocks of keys that no row of the tile may see. Rows of a tile see different keys, so blocks at the edges are
+masked. Where only keys to the right are forbidden, as in causal attention, blocks come from right to left: the first one is masked, the
+second where the window's edge is not a block's, and the others go without a mask. One code for the two masked ones: with a step more in
+the kernel, the compiler takes P apart and puts it together again in every step (64 instructions of 375).
+
 S and O are fp32. `activate` makes an fp32 tile of S, and `finish` P of that, in the inputs' dtype: it rounds, or takes the last step of
 packed activations. P may leave a factor out that all of it shares, `factor`, which O is multiplied with in fp32. EARLY keeps the assembler
 from moving `activate` behind the wait for the product that runs meanwhile (pipeline.divide).
@@ -56,6 +61,13 @@ ONE_AND_PRODUCER: gl.constexpr = gl.constexpr(160)
 TWO: gl.constexpr = gl.constexpr(256)
 
 
+# Which pairs a window forbids: none, keys to the right of a row's own, or keys to the left too.
+NO_WINDOW: gl.constexpr = gl.constexpr(0)
+RIGHT: gl.constexpr = gl.constexpr(1)
+BOTH: gl.constexpr = gl.constexpr(2)
+UNBOUNDED: gl.constexpr = gl.constexpr(0x20000000)  # what a side has that forbids nothing
+
+
 @gluon.constexpr_function
 def all_threads(consumers):
     return 128 * consumers + 32
@@ -63,7 +75,7 @@ def all_threads(consumers):
 
 @gluon.jit
 def find_tile(
-    tile, records_ptr, q_rows, k_rows, q_blocks, HEADS: gl.constexpr, HAS_LIST: gl.constexpr, CONSUMERS: gl.constexpr
+    tile, records_ptr, q_rows, k_rows, q_blocks, HEADS: gl.constexpr, HAS_LIST: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr
 ):  # fmt: skip
     """(head, sequence, its first row in a packed output, its queries, first of the tile's rows among them, its first key, its keys)."""
     head = tile % HEADS
@@ -78,7 +90,10 @@ def find_tile(
         sequence = gl.load(record + 5)
     else:
         sequence = entry // q_blocks
-        row = (entry % q_blocks) * (ROWS * CONSUMERS)
+        block = entry % q_blocks
+        if WINDOW != NO_WINDOW:
+            block = (block + sequence) % q_blocks  # rows that see few keys are not always the same program's
+        row = block * (ROWS * CONSUMERS)
         start = sequence * q_rows
         length = q_rows
         k_start = sequence * k_rows
@@ -87,9 +102,20 @@ def find_tile(
 
 
 @gluon.jit
-def block_count(k_length, BLOCK_N: gl.constexpr):
-    """A sequence without keys still has a block, of zeros, so that every tile passes through the stream alike."""
-    return gl.maximum(gl.cdiv(k_length, BLOCK_N), 1)
+def find_blocks(row, length, k_length, left, right, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr):
+    """(the tile's first block of keys, how many, whether its rows see none). A tile without keys still has a block, so that every tile
+    passes through the stream alike."""
+    begin = k_length * 0
+    end = k_length
+    if WINDOW != NO_WINDOW:
+        # Row i sees keys i + diagonal - left to i + diagonal + right.
+        diagonal = k_length - length
+        last_row = gl.minimum(row + ROWS * CONSUMERS, length) - 1
+        end = gl.minimum(end, gl.maximum(last_row + diagonal + right + 1, 0))
+        if WINDOW == BOTH:
+            begin = gl.maximum(row + diagonal - left, 0)
+    first = gl.minimum(begin, gl.maximum(k_length - 1, 0)) // BLOCK_N
+    return first, gl.maximum(gl.cdiv(end, BLOCK_N) - first, 1), end <= begin
 
 
 @gluon.jit
@@ -109,9 +135,9 @@ def send_queries(queries, empty, q_desc, start, length, row, column, taken, WHIC
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
+    q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks, left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr,
-    BLOCK_N: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     ALL: gl.constexpr = all_threads(CONSUMERS)
     index = 0  # of the block in the stream
@@ -123,7 +149,7 @@ def producer(
     v_column = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         head, _, start, length, row, k_start, k_length = find_tile(
-            tile, records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, CONSUMERS
+            tile, records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, WINDOW, CONSUMERS
         )
         if Q_SHARED:
             start = 0
@@ -137,9 +163,10 @@ def producer(
             send_queries(queries, empty, q_desc, start, length, row + 2 * ROWS, column, taken_2, 2, CONSUMERS)
             taken_2 += 1
         kv_head = head // GROUP
-        for block in range(block_count(k_length, BLOCK_N)):
+        first_block, blocks, _ = find_blocks(row, length, k_length, left, right, BLOCK_N, WINDOW, CONSUMERS)
+        for block in range(blocks):
             stage = index & 1
-            k_row = RAGGED - k_length + block * BLOCK_N
+            k_row = RAGGED - k_length + (first_block + (blocks - 1 - block if WINDOW == RIGHT else block)) * BLOCK_N
             if index >= 2:
                 join(KEYS_EMPTY + stage, ALL)
             keys.expect(stage)
@@ -173,11 +200,12 @@ def rounded(activated, DTYPE: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, p, accumulator, continued, keys, values, stage, phase, keys_left, shared, following, scale, head,
+    q, p, accumulator, continued, keys, values, stage, phase, keys_left, from_key, to_key, shared, following, scale, head,
     activate: gl.constexpr, finish: gl.constexpr, BLOCK_N: gl.constexpr, EARLY: gl.constexpr, MASK_TAIL: gl.constexpr,
-    WHICH: gl.constexpr, ALL: gl.constexpr,
+    WINDOW: gl.constexpr, WHICH: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
-    """One block of the stream: its scores, and the product of the block before. Returns its P and the accumulator."""
+    """One block of the stream: its scores, and the product of the block before. Returns its P and the accumulator. Of the block's keys,
+    `keys_left` are the sequence's, and a WINDOW lets the first row see `from_key` to `to_key`, each next row one further."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     keys.wait_full(stage, phase)
     if shared:
@@ -192,14 +220,21 @@ def step(
         arrive(TURN + following, TWO)
     s = warpgroup_mma_wait(1, deps=[s_token])
     arrive(KEYS_EMPTY + stage, ALL)
-    if EARLY:
+    if EARLY and WINDOW == NO_WINDOW:
         divide(keys_left, -RAGGED)
     activated = activate(s, scale, head)  # [ROWS, BLOCK_N]
     if MASK_TAIL:
         column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
         activated = gl.where((column < keys_left)[None, :], activated, 0.0)
+    if WINDOW != NO_WINDOW:
+        key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))[None, :]
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))[:, None]
+        allowed = key <= row + to_key
+        if WINDOW == BOTH:
+            allowed = allowed & (key >= row + from_key)
+        activated = gl.where(allowed, activated, 0.0)
     activated = pinned(activated)
-    if EARLY:
+    if EARLY and WINDOW == NO_WINDOW:
         divide(keys_left, 1 - RAGGED)
     accumulator = warpgroup_mma_wait(0, deps=[o_token])
     arrive(VALUES_EMPTY + stage, ALL)
@@ -231,10 +266,11 @@ def store_tile(accumulator, factor, empty, staging, o_desc, end, row, column):
 
 @gluon.jit
 def consumer(
-    o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+    o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, left, right,
+    scale, out_scale,
     activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr,
-    MASK_TAIL: gl.constexpr, CONSUMERS: gl.constexpr, WHICH: gl.constexpr,
+    MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     ALL: gl.constexpr = all_threads(CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -259,14 +295,14 @@ def consumer(
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     head, sequence, start, length, row, _, k_length = find_tile(
-        gl.minimum(first, gl.maximum(tiles - 1, 0)), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, CONSUMERS
+        gl.minimum(first, gl.maximum(tiles - 1, 0)), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, WINDOW, CONSUMERS
     )
     for tile in range(first, tiles, programs):
         # Looked up a tile ahead: a record comes from L2, several hundred cycles away.
         next_head, next_sequence, next_start, next_length, next_row, _, next_k_length = find_tile(
-            gl.minimum(tile + programs, tiles - 1), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, CONSUMERS
+            gl.minimum(tile + programs, tiles - 1), records_ptr, q_rows, k_rows, q_blocks, HEADS, HAS_LIST, WINDOW, CONSUMERS
         )
-        blocks = block_count(k_length, BLOCK_N)
+        first_block, blocks, none = find_blocks(row, length, k_length, left, right, BLOCK_N, WINDOW, CONSUMERS)
         # Whether I share this tile: else consumer 0 has it to itself, and another has no rows in it. One condition for both, lest the
         # assembler find a branch around the turns where there is none, and wait after every product.
         shared = row + (WHICH if WHICH > 0 else 1) * ROWS < length
@@ -291,18 +327,35 @@ def consumer(
             queries.wait_full(slot, (taken >> 1) & 1)
             taken += 1
             q = queries.tile(slot)
-            # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
-            p, accumulator = step(
-                q, p, accumulator, continued, keys, values, stage, phase, k_length, shared, following, scale, head,
-                activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH, ALL,
-            )  # fmt: skip
-            if pending:
-                store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
-            stage, phase = advance(stage, phase)
-            for block in range(1, blocks):
+            # Of the first block, and of my first row there; each next block has `between` less.
+            opening = first_block + (blocks - 1 if WINDOW == RIGHT else 0)
+            between = -BLOCK_N if WINDOW == RIGHT else BLOCK_N
+            keys_left = k_length - opening * BLOCK_N
+            own = keys_left - length + row + WHICH * ROWS
+            from_key = own - left
+            to_key = own + right
+            masked = 1
+            if WINDOW == RIGHT:
+                masked = gl.where((blocks > 1) & (to_key < -1), 2, 1)
+            for block in range(masked):
+                before = block * between
+                # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
                 p, accumulator = step(
-                    q, p, accumulator, block > 1, keys, values, stage, phase, k_length - block * BLOCK_N, shared, following, scale, head,
-                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WHICH, ALL,
+                    q, p, accumulator, continued, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
+                    shared, following, scale, head,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, ALL,
+                )  # fmt: skip
+                if pending:
+                    store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
+                pending = False
+                continued = False
+                stage, phase = advance(stage, phase)
+            for block in range(masked, blocks):
+                before = block * between
+                p, accumulator = step(
+                    q, p, accumulator, block > 1, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
+                    shared, following, scale, head,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, BOTH if WINDOW == BOTH else NO_WINDOW, WHICH, ALL,
                 )  # fmt: skip
                 stage, phase = advance(stage, phase)
             if CONSUMERS == 2:
@@ -315,7 +368,7 @@ def consumer(
             last_end = start + length
             last_row = RAGGED - length + row + WHICH * ROWS
             last_column = head * STRIDE_O
-            last_empty = k_length == 0
+            last_empty = none
             last_factor = out_scale * factor(scale, head)
             if SCALE_PER_SEQUENCE:
                 last_factor *= gl.load(out_scale_ptr + sequence, mask=k_length > 0, other=1.0)
@@ -331,13 +384,26 @@ def consumer(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["records_ptr", "out_scale_ptr", "tiles", "q_rows", "k_rows", "q_blocks", "scale", "out_scale"])
+@gluon.jit(
+    do_not_specialize=[
+        "records_ptr",
+        "out_scale_ptr",
+        "tiles",
+        "q_rows",
+        "k_rows",
+        "q_blocks",
+        "left",
+        "right",
+        "scale",
+        "out_scale",
+    ]
+)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, scale, out_scale,
+    q_desc, k_desc, v_desc, o_desc, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, left, right, scale, out_scale,
     activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr,
-    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, CONSUMERS: gl.constexpr,
+    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -357,12 +423,12 @@ def forward_kernel(
         [
             (consumer, (
                 o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks,
-                scale, out_scale, activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL,
-                CONSUMERS, which,
+                left, right, scale, out_scale, activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE,
+                EARLY, MASK_TAIL, WINDOW, CONSUMERS, which,
             )) if which < CONSUMERS else
             (producer, (
-                q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks,
-                HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, BLOCK_N, HAS_LIST, Q_SHARED, CONSUMERS,
+                q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks, left, right,
+                HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, BLOCK_N, HAS_LIST, Q_SHARED, WINDOW, CONSUMERS,
             ))
             for which in ((0, 1, 2) if CONSUMERS == 2 else (0, 1, 2, 3))
         ],

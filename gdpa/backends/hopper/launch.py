@@ -30,7 +30,7 @@ from gdpa.backends.gpu import (
     target_architecture,
 )
 from gdpa.backends.hopper.compat import DIVIDES
-from gdpa.backends.hopper.forward import forward_kernel, rounded
+from gdpa.backends.hopper.forward import BOTH, NO_WINDOW, RIGHT, UNBOUNDED, forward_kernel, rounded
 from gdpa.device_source import FEWEST_PACKED_ROWS
 from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
@@ -153,7 +153,12 @@ def consumers(problem: Problem) -> int:
     """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked."""
     rows = problem.query_rows // max(problem.batch, 1) if problem.query_side == "packed" else problem.query_rows
     fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
-    return 3 if fits and rows >= ROWS_FOR_THREE and not _needs_mask(problem) else 2
+    return 3 if fits and rows >= ROWS_FOR_THREE and not _needs_mask(problem) and not problem.masked else 2
+
+
+def _window(problem: Problem) -> int:
+    left, right = problem.window
+    return int((NO_WINDOW if left < 0 and right < 0 else RIGHT if left < 0 else BOTH).value)
 
 
 def _needs_mask(problem: Problem) -> bool:
@@ -226,6 +231,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         out_scale is None,
         _has_many_rows(problem),
         consumers(problem),
+        _window(problem),
     )
 
 
@@ -257,7 +263,8 @@ def _numbers(problem: Problem) -> tuple[int | float, ...]:
     tile = CONSUMER_ROWS * consumers(problem)
     tiles = schedule.tile_bound(problem.query_side == "packed", problem.batch, problem.query_rows, tile) * problem.heads
     q_blocks = -(-problem.query_rows // tile)
-    return tiles, problem.query_rows, problem.key_rows, q_blocks, problem.scale, problem.out_scale
+    left, right = (min(side, UNBOUNDED.value) if side >= 0 else UNBOUNDED.value for side in problem.window)
+    return tiles, problem.query_rows, problem.key_rows, q_blocks, left, right, problem.scale, problem.out_scale
 
 
 def _descriptors(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDescriptor]:
@@ -272,7 +279,8 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
     # A mask would part the pairs of packed scores. With three consumers, of long sequences at D = 64, they are no faster. Of the floor on
     # an H200, gelu_tanh without and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682
     # and 0.667.
-    packed = functions.open_packed is not None and count == 2 and not mask_tail and _has_many_rows(problem)
+    masked = mask_tail or problem.masked
+    packed = functions.open_packed is not None and count == 2 and not masked and _has_many_rows(problem)
     # Worth up to 4 %, in fp16 3 to 11 %. A mask has no registers to spare for it, nor has any activation with three consumers.
     early = DIVIDES.value and not mask_tail and count == 2
     return {
@@ -292,6 +300,7 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
         "SCALE_PER_SEQUENCE": out_scale is not None,
         "EARLY": early,
         "MASK_TAIL": mask_tail,
+        "WINDOW": _window(problem),
         "CONSUMERS": count,
     }
 
@@ -304,10 +313,11 @@ def compile_forward(
     form: str = "packed",
     kv_heads: int = 4,
     rows: int = 256,
+    window: tuple[int, int] = (-1, -1),
 ) -> Any:
     """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, `rows` a sequence."""
     q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
-    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), False)
+    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
     arguments = (*_descriptors(q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
     constants = _constants(problem, q, k, v, out, None)

@@ -1,0 +1,102 @@
+"""Causal attention and windows on the hopper backend: the forward of its own, gradients by the portable kernels."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import FORMS, assert_neighbours_untouched, check, make_case, poison_sequence, run, spy
+
+from gdpa.backends.triton import run as portable
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the hopper backend needs a Hopper GPU"
+)
+
+FUZZ = int(os.environ.get("GDPA_FUZZ", "100"))
+BASE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+Q_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 1000, 5, 0, 191, 300, 513)
+K_LENGTHS = (64, 129, 0, 65, 1000, 128, 63, 127, 64, 1, 0, 256, 700, 511)
+WINDOWS = {
+    "causal": (-1, 0),
+    "ahead": (-1, 70),
+    "left": (40, -1),
+    "sliding": (100, 0),
+    "band": (3, 200),
+    "self": (0, 0),
+    "all of it": (5000, 5000),
+}
+
+
+@pytest.fixture(params=WINDOWS.values(), ids=WINDOWS.keys())
+def window(request) -> tuple[int, int]:
+    return request.param
+
+
+def test_hopper_takes_causal_calls_and_the_portable_kernels_their_gradients(monkeypatch):
+    case = make_case(**BASE, causal=True)
+    explanation = case.explain()
+    assert explanation.backend == "hopper"
+    called = spy(monkeypatch, portable, "backward")
+    check(case, "hopper")
+    assert called
+
+
+@pytest.mark.parametrize("head_dim", [64, 128], ids="D={}".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_every_size(window, head_dim, dtype):
+    options = {**BASE, "head_dim": head_dim, "dtype": dtype}
+    check(make_case(**options, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS, window_size=window), "hopper")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 130), (130, 700), (1, 129)])
+def test_every_form(form, window, queries, keys):
+    """Five dense sequences: which rows come first differs from one to the next."""
+    case = make_case(
+        form, **BASE, q_lengths=(queries,) * 5, k_lengths=(keys,) * 5, window_size=window, out_scale="per-sequence", seed=2
+    )
+    check(case, "hopper")
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "exp", "softplus", ["gelu", "relu", "sigmoid", "silu"], torch.log])
+def test_activations_that_are_not_zero_at_zero_or_not_finite_there(activation, window):
+    options = {**BASE, "activation": activation, "q_lengths": (200, 65), "k_lengths": (200, 300), "window_size": window}
+    case = make_case(**options)
+    if activation is torch.log:
+        case = case.with_inputs(q=case.inputs.q.abs() + 0.1, k=case.inputs.k.abs() + 0.1)
+    check(case, "hopper")
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_one_sequence_never_reaches_another(poison, window):
+    case = make_case(**BASE, q_lengths=(130, 65, 200), k_lengths=(70, 129, 200), window_size=window)
+    clean = run(case, "hopper")
+    dirty = run(poison_sequence(case, 1, poison), "hopper")
+    assert_neighbours_untouched(case, 1, clean, dirty)
+    assert not dirty.out.isfinite().all(), "the poison was not seen at all"
+
+
+@pytest.mark.parametrize("index", range(FUZZ))
+def test_random_problems(index):
+    draw = random.Random(f"windows {index}")
+    batch = draw.randint(1, 6)
+    kv_heads = draw.choice((1, 2))
+    case = make_case(
+        draw.choice(FORMS),
+        q_lengths=[draw.choice((0, 1, draw.randint(2, 700))) for _ in range(batch)],
+        k_lengths=[draw.choice((0, 1, draw.randint(2, 700))) for _ in range(batch)],
+        heads=kv_heads * draw.choice((1, 2, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw.choice((64, 128)),
+        dtype=draw.choice((torch.bfloat16, torch.float16)),
+        activation=draw.choice(("silu", "gelu", "gelu_tanh", "relu", "sigmoid")),
+        window_size=(draw.choice((-1, 0, draw.randint(1, 300))), draw.choice((-1, 0, 0, draw.randint(1, 300)))),
+        out_scale=draw.choice((None, "per-sequence")),
+        device="cuda",
+        seed=index,
+    )
+    check(case, "hopper")
