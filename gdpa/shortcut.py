@@ -310,7 +310,7 @@ def _functions_are_watched() -> bool:
 def _prepare(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Ready | None:
     plan = operators.plan(q, k, v, options)
     prepare = getattr(plan.backend, "prepare", None)
-    ready: Ready | None = None if prepare is None else prepare(plan.problem, q, k, v, options[2])
+    ready: Ready | None = None if prepare is None else prepare(plan.problem, q, k, v, *options[:3])
     return ready
 
 

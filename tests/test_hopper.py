@@ -43,12 +43,11 @@ def test_it_takes_both_16_bit_dtypes_and_head_dimensions(on_hopper):
         ({"head_dim": 96, "value_dim": 96}, "head dimensions 64 and 128"),
         ({"value_dim": 64}, "head dimensions 64 and 128"),
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"window": (-1, 0)}, "no windows"),
         ({"query_rows": 2**30}, "fewer than"),
         ({"key_side": "dense", "key_rows": 2**20, "batch": 1024}, "fewer than"),
         ({"device": torch.device("cpu")}, "q is on cpu"),
     ],
-    ids=["D", "Dv", "dtype", "window", "rows", "rows of all sequences", "device"],
+    ids=["D", "Dv", "dtype", "rows", "rows of all sequences", "device"],
 )
 def test_it_says_what_it_does_not_take(on_hopper, changes, reason):
     assert reason in backend.supports(problem(**changes))

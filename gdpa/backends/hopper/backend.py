@@ -66,11 +66,19 @@ def forward(
     return launch.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
 
 
-def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> Ready | None:
+def prepare(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+) -> Ready | None:
     """How calls of this problem run whose tensors lie as these; see gdpa/shortcut.py."""
     from gdpa.backends.hopper import launch
 
-    return launch.prepare(problem, q, k, v, out_scale)
+    return launch.prepare(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
 
 
 def backward(

@@ -32,9 +32,10 @@ With three consumers the named barriers do not suffice, and mbarriers, `empty`, 
 Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
 A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
 Windows (WINDOW) leave out blocks of keys that no row of the tile may see. Rows of a tile see different keys, so blocks at the edges are
-masked. Where only keys to the right are forbidden, as in causal attention, blocks come from right to left: the first one is masked, the
-second where the window's edge is not a block's, and the others go without a mask. One code for the two masked ones: with a step more in
-the kernel, the compiler takes P apart and puts it together again in every step (64 instructions of 375).
+masked. Where only keys to the right are forbidden, and the window's edge is that of a block for every tile, as in causal attention of
+sequences to themselves, blocks come from right to left: the first one is masked and the others are not (RIGHT). Else all are (BOTH).
+A second masked step and a loop without was tried: the compiler then has no registers left to interleave the activation's instructions,
+and 2048 rows took as long as with a mask in every step.
 
 S and O are fp32. `activate` makes an fp32 tile of S, and `finish` P of that, in the inputs' dtype: it rounds, or takes the last step of
 packed activations. P may leave a factor out that all of it shares, `factor`, which O is multiplied with in fp32. EARLY keeps the assembler
@@ -61,7 +62,7 @@ ONE_AND_PRODUCER: gl.constexpr = gl.constexpr(160)
 TWO: gl.constexpr = gl.constexpr(256)
 
 
-# Which pairs a window forbids: none, keys to the right of a row's own, or keys to the left too.
+# Which pairs a window forbids: none; keys to the right, from a block's edge on for each tile's last row; or any.
 NO_WINDOW: gl.constexpr = gl.constexpr(0)
 RIGHT: gl.constexpr = gl.constexpr(1)
 BOTH: gl.constexpr = gl.constexpr(2)
@@ -334,23 +335,15 @@ def consumer(
             own = keys_left - length + row + WHICH * ROWS
             from_key = own - left
             to_key = own + right
-            masked = 1
-            if WINDOW == RIGHT:
-                masked = gl.where((blocks > 1) & (to_key < -1), 2, 1)
-            for block in range(masked):
-                before = block * between
-                # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
-                p, accumulator = step(
-                    q, p, accumulator, continued, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
-                    shared, following, scale, head,
-                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, ALL,
-                )  # fmt: skip
-                if pending:
-                    store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
-                pending = False
-                continued = False
-                stage, phase = advance(stage, phase)
-            for block in range(masked, blocks):
+            # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
+            p, accumulator = step(
+                q, p, accumulator, continued, keys, values, stage, phase, keys_left, from_key, to_key, shared, following, scale, head,
+                activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, ALL,
+            )  # fmt: skip
+            if pending:
+                store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
+            stage, phase = advance(stage, phase)
+            for block in range(1, blocks):
                 before = block * between
                 p, accumulator = step(
                     q, p, accumulator, block > 1, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,

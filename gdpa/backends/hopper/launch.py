@@ -50,10 +50,11 @@ _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
 class Ready:
     """All that calls of one problem and one layout have in common, and the way they run."""
 
-    __slots__ = ("allocate", "index", "numbers", "output", "programs", "recipe", "records_kind")
+    __slots__ = ("allocate", "index", "needs_same", "numbers", "output", "programs", "recipe", "records_kind")
 
-    def __init__(self, problem: Problem, recipe: Recipe) -> None:
+    def __init__(self, problem: Problem, recipe: Recipe, needs_same: bool) -> None:
         self.recipe = recipe
+        self.needs_same = needs_same  # offsets of queries and keys
         self.numbers = _numbers(problem)
         self.programs = min(int(self.numbers[0]), multiprocessors(problem.device))
         self.index = problem.device.index
@@ -70,12 +71,14 @@ class Ready:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, out_scale: Tensor | None
     ) -> Tensor | None:
-        """The output; None where it is not the way: an address that the copy engine does not take, or another current device.
+        """The output; None where it is not the way: an address that the copy engine does not take, other offsets, another current device.
 
         The tensors lie as the first of them did. Written out, since this is most of what a call costs.
         """
         q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_address | k_address | v_address) & 15 or torch._C._cuda_getDevice() != self.index:
+            return None
+        if self.needs_same and not same_offsets(cu_seqlens_q, cu_seqlens_k):
             return None
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         records = scales = q_address  # stands for what is not read
@@ -120,7 +123,7 @@ def forward(
     cu_seqlens_k: Tensor | None,
     out_scale: Tensor | None,
 ) -> Tensor:
-    ready = prepare(problem, q, k, v, out_scale)
+    ready = prepare(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
     if ready is not None:
         out = ready.run(q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
         if out is not None:
@@ -129,17 +132,26 @@ def forward(
         return _first(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
 
 
-def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> Ready | None:
+def prepare(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+) -> Ready | None:
     """The way of calls whose tensors lie as these; None where they must be copied, or no kernel has been compiled for them."""
-    layout = ("hopper forward", q.stride(), k.stride(), v.stride(), out_scale is None)
+    same = problem.masked and same_offsets(cu_seqlens_q, cu_seqlens_k)
+    layout = ("hopper forward", q.stride(), k.stride(), v.stride(), out_scale is None, same)
     ready: Ready | None = problem.notes.get(layout)
     if ready is None:
         for x in (q, k, v):
             if not is_aligned(x) or not mappable(x):
                 return None
-        recipe = _recipes.get(_recipe_key(problem, q, k, v, out_scale))
+        recipe = _recipes.get(_recipe_key(problem, q, k, v, out_scale, same))
         if recipe is not None:
-            ready = problem.notes[layout] = Ready(problem, recipe)
+            ready = problem.notes[layout] = Ready(problem, recipe, same and _window(problem, True) != _window(problem, False))
     return ready
 
 
@@ -156,9 +168,22 @@ def consumers(problem: Problem) -> int:
     return 3 if fits and rows >= ROWS_FOR_THREE and not _needs_mask(problem) and not problem.masked else 2
 
 
-def _window(problem: Problem) -> int:
+def same_offsets(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
+    """Whether every sequence has as many keys as queries, as far as the host can tell: it does not read them."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return False
+    alike = cu_seqlens_q.dtype == cu_seqlens_k.dtype and cu_seqlens_q.stride() == cu_seqlens_k.stride()
+    return cu_seqlens_q is cu_seqlens_k or (alike and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr())
+
+
+def _window(problem: Problem, same: bool) -> int:
+    """The kernel's way with windows, with the `same_offsets` of the call."""
     left, right = problem.window
-    return int((NO_WINDOW if left < 0 and right < 0 else RIGHT if left < 0 else BOTH).value)
+    dense = "packed" not in (problem.query_side, problem.key_side)
+    if left < 0 and right < 0:
+        return int(NO_WINDOW.value)
+    on_edge = (problem.key_rows - problem.query_rows + right) % BLOCK_N == 0 and (dense or same)
+    return int((RIGHT if left < 0 and on_edge else BOTH).value)
 
 
 def _needs_mask(problem: Problem) -> bool:
@@ -198,12 +223,13 @@ def _first(
     numbers = _numbers(problem)
     programs = min(int(numbers[0]), multiprocessors(q.device))
     pointers = _pointers(problem, q, cu_seqlens_q, cu_seqlens_k, out_scale)
-    key = _recipe_key(problem, *tensors[:3], out_scale)
+    same = same_offsets(cu_seqlens_q, cu_seqlens_k)
+    key = _recipe_key(problem, *tensors[:3], out_scale, same)
     recipe = _recipes.get(key)
     if recipe is not None:
         start(recipe, programs, tensors, (*pointers, *numbers))
     else:
-        constants = _constants(problem, *tensors, out_scale)
+        constants = _constants(problem, *tensors, out_scale, same)
         kernel = forward_kernel[(programs,)](
             *_descriptors(*tensors), *pointers, *numbers, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]]
         )
@@ -214,7 +240,7 @@ def _first(
     return out
 
 
-def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> tuple[Any, ...]:
+def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None, same: bool) -> tuple[Any, ...]:
     """What a compiled kernel depends on; the output is contiguous."""
     return (
         q.device,
@@ -231,7 +257,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         out_scale is None,
         _has_many_rows(problem),
         consumers(problem),
-        _window(problem),
+        _window(problem, same),
     )
 
 
@@ -271,7 +297,9 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDes
     return [descriptor(q, CONSUMER_ROWS), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(out, CONSUMER_ROWS)]
 
 
-def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None) -> dict[str, Any]:
+def _constants(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None, same: bool = False
+) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
     mask_tail = _needs_mask(problem)
@@ -300,7 +328,7 @@ def _constants(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, o
         "SCALE_PER_SEQUENCE": out_scale is not None,
         "EARLY": early,
         "MASK_TAIL": mask_tail,
-        "WINDOW": _window(problem),
+        "WINDOW": _window(problem, same),
         "CONSUMERS": count,
     }
 
@@ -320,7 +348,7 @@ def compile_forward(
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
     arguments = (*_descriptors(q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
-    constants = _constants(problem, q, k, v, out, None)
+    constants = _constants(problem, q, k, v, out, None, same_offsets(cu_q, cu_k))
     with target_architecture(90):
         return forward_kernel.warmup(*arguments, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]], grid=(1,))
 

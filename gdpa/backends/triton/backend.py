@@ -63,7 +63,15 @@ def forward(
     return run.forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
 
 
-def prepare(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None) -> ReadyForward | None:
+def prepare(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+) -> ReadyForward | None:
     """How calls of this problem run whose tensors lie as these; see gdpa/shortcut.py."""
     from gdpa.backends.triton import run
 
