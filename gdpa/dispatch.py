@@ -10,7 +10,8 @@ and, where its forward (and its backward) is to be called past the operator (gdp
 
     prepare(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale) -> None | an object whose run(q, k, v, cu_seqlens_q, cu_seqlens_k,
             out_scale) is that forward
-    prepare_backward(problem, d_out, q, k, v, out_scale, needs) -> None | the same, run(d_out, q, k, ...), of that backward
+    prepare_backward(problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs) -> None | the same, run(d_out, q, k, ...), of
+            that backward
 
 imported when it is first considered, so that `import gdpa` needs neither a GPU nor Triton.
 """

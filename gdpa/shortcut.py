@@ -162,7 +162,7 @@ def _take_back(
             return None
         plan = operators.plan(q, k, v, (cu_seqlens_q, cu_seqlens_k, scales, max_seqlen_q, max_seqlen_k, *call.numbers))
         prepare = getattr(plan.backend, "prepare_backward", None)
-        ready = None if prepare is None else prepare(plan.problem, d_out, q, k, v, scales, needs)
+        ready = None if prepare is None else prepare(plan.problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, scales, needs)
         if ready is None:
             return None
         if back is None:

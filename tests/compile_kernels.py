@@ -52,7 +52,7 @@ HOPPER: dict[str, tuple[Any, ...]] = {
 
 
 # The hopper backend's gradients: activations, D, dtype, query heads per key head, form, key heads, keys a sequence, gradients,
-# whether their order counts.
+# whether their order counts, window.
 HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "silu": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256),
     "gelu_tanh-long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048),
@@ -66,6 +66,10 @@ HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "64-fp16": (("silu",), 64, torch.float16, 1, "packed", 4, 256),
     "without-dq": (("gelu",), 128, torch.bfloat16, 1, "packed", 4, 256, (False, True, True)),
     "ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True),
+    "long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048),
+    "causal": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), False, (-1, 0)),
+    "causal-long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048, (True, True, True), False, (-1, 0)),
+    "causal-ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True, (-1, 0)),
 }
 
 

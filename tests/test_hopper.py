@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from helpers import FORMS, make_case, needs_triton
 
 from gdpa.backends.hopper import backend
+from gdpa.problem import window_mask
 
 HOPPER = torch.device("cuda", 0)
 
@@ -444,3 +446,61 @@ class TestHowManyConsumersShareATile:
                 )
                 assert built[0, 0] == 2 * q_blocks
                 assert records == built.data_ptr()
+
+
+@needs_triton
+class TestWindows:
+    """forward.find_blocks, and what the host says of windows; the kernel's own arithmetic, run as Python."""
+
+    @staticmethod
+    def find_blocks(*arguments):
+        from gdpa.backends.hopper import forward
+
+        gl = SimpleNamespace(constexpr=None, minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b))
+        namespace = {"gl": gl, "ROWS": 64, "NO_WINDOW": forward.NO_WINDOW.value, "BOTH": forward.BOTH.value}
+        exec(inspect.getsource(forward.find_blocks.fn).replace("@gluon.jit\n", ""), namespace)
+        return namespace["find_blocks"](*arguments)
+
+    @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (-1, 128), (0, 0), (100, 0), (3, 200), (128, -1), (5000, 5000)])
+    @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 130), (130, 700), (1, 129), (640, 640), (200, 0)])
+    def test_blocks_are_those_that_a_row_of_the_tile_sees(self, queries, keys, window):
+        from gdpa.backends.hopper import forward
+
+        kind = forward.NO_WINDOW if max(window) < 0 else forward.RIGHT if window[0] < 0 else forward.BOTH
+        sides = [side if side >= 0 else forward.UNBOUNDED.value for side in window]
+        for row in range(0, queries, 128):
+            first, blocks, none = self.find_blocks(row, queries, keys, *sides, 128, kind.value, 2)
+            seen = window_mask(queries, keys, window, torch.device("cpu"))[row : row + 128].any(0).nonzero().flatten() // 128
+            assert none == (seen.numel() == 0)
+            assert blocks >= 1
+            if not none:
+                assert (first, first + blocks - 1) == (seen.min().item(), seen.max().item())
+                if kind == forward.RIGHT and (keys - queries + sides[1]) % 128 == 0:
+                    # All rows of the tile see all keys of all blocks but the last, to the sequence's end.
+                    rows = window_mask(queries, keys, window, torch.device("cpu"))[row : row + 128]
+                    assert rows[:, first * 128 : (first + blocks - 1) * 128].all()
+
+    @pytest.mark.parametrize(
+        ("form", "options", "same", "kind"),
+        [
+            ("dense", {}, False, "NO_WINDOW"),
+            ("dense", {"causal": True}, False, "RIGHT"),
+            ("dense", {"window_size": (-1, 128)}, False, "RIGHT"),
+            ("dense", {"window_size": (-1, 100)}, False, "BOTH"),
+            ("dense", {"causal": True, "k_lengths": (172, 172)}, False, "RIGHT"),
+            ("dense", {"causal": True, "k_lengths": (301, 301)}, False, "BOTH"),
+            ("dense", {"window_size": (10, 0)}, False, "BOTH"),
+            ("packed", {"causal": True}, True, "RIGHT"),
+            ("packed", {"causal": True}, False, "BOTH"),
+            ("dense-key", {"causal": True}, False, "BOTH"),
+        ],
+    )
+    def test_the_kernels_way_with_windows(self, form, options, same, kind):
+        from gdpa.backends.hopper import forward, launch
+
+        case = make_case(form, **{"q_lengths": (300, 300), "heads": 4, "head_dim": 64, **options})
+        k_offsets = case.inputs.cu_seqlens_q if same else case.inputs.cu_seqlens_k
+        same_offsets = launch.same_offsets(case.inputs.cu_seqlens_q, k_offsets)
+        assert same_offsets == same
+        assert launch._window(case.problem, same_offsets) == getattr(forward, kind).value
+        assert launch.consumers(case.problem) == 2

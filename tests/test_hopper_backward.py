@@ -137,6 +137,48 @@ class TestPlan:
         assert launch.is_together(problem, True) is together
         assert launch.is_together(problem, False) is False
 
+    @pytest.mark.parametrize(
+        ("form", "options", "same", "taken"),
+        [
+            ("dense", {"causal": True}, False, True),
+            ("packed", {"causal": True}, True, True),
+            ("packed", {"causal": True}, False, False),  # as far as the host knows, they may differ in length
+            ("packed", {}, False, True),
+            ("dense", {"causal": True, "kv_heads": 2}, False, False),
+            ("dense", {"window_size": (-1, 1)}, False, False),
+            ("dense", {"window_size": (5, 0)}, False, False),
+            ("dense", {"causal": True, "k_lengths": (70, 70)}, False, False),
+            ("dense-key", {"causal": True}, False, False),
+            ("shared-query", {"causal": True}, False, False),
+        ],
+    )
+    def test_which_windows_it_takes(self, form, options, same, taken):
+        from gdpa.backends.hopper import launch_backward as launch
+
+        case = make_case(form, **{"q_lengths": (300, 300), "heads": 4, "head_dim": 64, **options})
+        k_offsets = case.inputs.cu_seqlens_q if same else case.inputs.cu_seqlens_k
+        assert launch.takes_window(case.problem, case.inputs.cu_seqlens_q, k_offsets) is taken
+
+    @pytest.mark.parametrize(
+        ("form", "keys", "deterministic", "way", "rounds_long"),
+        [
+            ("dense", 128, False, "STORE", 0),
+            ("dense", 512, False, "RELAY", 0),
+            ("dense", 513, False, "SHARED", 0),
+            ("dense", 513, True, "RELAY", 0),
+            ("packed", 513, False, "RELAY", 512),
+            ("packed", 513, True, "RELAY", 0),
+        ],
+    )
+    def test_the_way_of_causal_dq(self, form, keys, deterministic, way, rounds_long):
+        from gdpa.backends.hopper import launch_backward as launch
+
+        problem = make_case(form, q_lengths=(keys, keys), heads=4, head_dim=64, causal=True).problem
+        problem = dataclasses.replace(problem, deterministic=deterministic)
+        assert launch.way_of_dq(problem, True) == getattr(launch, way)
+        assert launch._rounds_long(problem, launch.way_of_dq(problem, True)) == rounds_long
+        assert not launch.is_paired(problem, 1)
+
     @pytest.mark.parametrize("together", [False, True])
     @pytest.mark.parametrize(("batch", "heads", "tiles"), [(3, 4, 5), (5, 1, 7), (1, 3, 16)])
     def test_every_tile_has_a_number_and_neighbours_are_of_one_head_where_together(self, batch, heads, tiles, together):
@@ -152,7 +194,7 @@ class TestPlan:
         found = []
         for number in range(batch * heads * tiles):
             head, sequence, k_start, _, row, q_start, _, count = namespace["find_tile"](
-                number, None, 10, 128 * tiles, tiles, heads, False, False, together
+                number, None, 10, 128 * tiles, tiles, heads, False, False, together, False
             )
             assert (k_start, q_start, count) == (128 * tiles * sequence, 10 * sequence, tiles)
             found.append((sequence, head, row // 128) if together else (sequence, row // 128, head))
@@ -186,13 +228,16 @@ class TestRelay:
             "TILE": 128,
             "RELAY": relay.RELAY,
         }
-        for name in ("first_step", "find_relay", "find_rank"):
+        namespace |= {name: getattr(relay, name).value for name in ("ROUNDED", "COMES_BACK", "CODE_BITS", "DIAGONAL")}
+        namespace["gl"].minimum = min
+        for name in ("first_step", "find_relay", "find_rank", "find_causal", "causal_rank", "fate"):
             source = inspect.getsource(getattr(relay, name).fn).replace("@gluon.jit\n", "")
             source = source.replace(
                 "(((here + 1).to(gl.int64) * count - 1) // steps).to(gl.int32)", "((here + 1) * count - 1) // steps"
             )
             exec(source, namespace)
-        return SimpleNamespace(**{name: namespace[name] for name in ("find_relay", "find_rank")}, relay=relay.RELAY)
+        names = ("find_relay", "find_rank", "find_causal", "causal_rank", "fate")
+        return SimpleNamespace(**{name: namespace[name] for name in names}, relay=relay.RELAY)
 
     @pytest.mark.parametrize("apart", [1, 4])
     @pytest.mark.parametrize("rotating", [0, 132])
@@ -234,6 +279,48 @@ class TestRelay:
             assert kernels.find_relay(128 * tile, 64, 40, 5, 132, 4, kernels.relay)[0] == 0
             assert kernels.find_rank(128 * tile, 40, 3, 5, 132, 4) == tile
         assert kernels.find_relay(128 * 39, 64, 40, 40, 132, 1, kernels.relay)[0] == 39  # within 132 numbers: it turns
+
+    @pytest.mark.parametrize("apart", [1, 4])
+    @pytest.mark.parametrize("rotating", [0, 132])
+    @pytest.mark.parametrize("queries", [1, 64, 65, 128, 129, 300, 640, 1000, 4224, 4300])
+    def test_causal_steps_have_one_tile_that_rounds_and_nobody_waits_in_a_circle(self, kernels, apart, rotating, queries):
+        """In a fixed order, with dQ passed on from two tiles on."""
+        steps, count, few = -(-queries // 64), -(-queries // 128), 1
+        ranks: dict[int, dict[int, int]] = {step: {} for step in range(steps)}
+        rounding: dict[int, list[int]] = {step: [] for step in range(steps)}
+        own = {}  # (tile, step of the sequence): the tile's own step
+        for tile in range(count):
+            start, code = kernels.find_causal(128 * tile, count, rotating, few, apart, True)
+            assert start * 64 == tile * 128  # the first query that sees its first key
+            for here in range(start, steps):
+                rank, there = kernels.causal_rank(128 * tile, count, here, rotating, apart)
+                assert there == len([t for t in range(count) if 2 * t <= here])
+                own[tile, here], ranks[here][tile] = here - start, rank
+                is_rounded, comes_back = kernels.fate(code, here - start + 1, True)
+                assert is_rounded == (rank == there - 1)
+                assert (comes_back >= 0) == (is_rounded and rank > 0)
+                if is_rounded:
+                    rounding[here].append(tile)
+        assert all(sorted(ranks[here].values()) == list(range(len(ranks[here]))) for here in ranks)
+        assert all(len(tiles) == 1 for tiles in rounding.values())
+        waiting, done = set(own), set()
+        while waiting:
+            ready = {
+                (tile, here)
+                for tile, here in waiting
+                if (own[tile, here] == 0 or (tile, here - 1) in done)
+                and all((other, here) in done for other in ranks[here] if ranks[here][other] < ranks[here][tile])
+            }
+            assert ready, "tiles wait for each other"
+            waiting -= ready
+            done |= ready
+
+    def test_causal_tiles_that_are_not_few_add_up_where_the_order_does_not_matter(self, kernels):
+        for count in (1, 4, 5, 16):
+            for tile in range(count):
+                _, code = kernels.find_causal(128 * tile, count, 132, 4, 1, False)
+                fates = {kernels.fate(code, done, True) for done in (1, 2, 3, 9)}
+                assert fates == ({(True, -1)} if count <= 4 else {(False, -1)})
 
     def test_tiles_without_queries_are_alone(self, kernels):
         assert kernels.find_relay(128, 0, 4, 1, 132, 4, kernels.relay) == (0, 1, 0)

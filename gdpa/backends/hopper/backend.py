@@ -1,7 +1,7 @@
 """Kernels for NVIDIA Hopper (sm_90): warp-specialised, fed by its copy engine.
 
-The backward kernel computes the three gradients at once, of calls without a window. Those of calls with one come from the portable
-kernels, and so does dQ alone, which they sum over the keys in one program.
+The backward kernel computes the three gradients at once, of calls without a window and of causal self-attention. Those of other windows
+come from the portable kernels, and so does dQ alone, which they sum over the keys in one program.
 
 Importing this module needs no Triton: `supports` says so where it is missing.
 """
@@ -95,20 +95,26 @@ def backward(
     from gdpa.backends.hopper import launch_backward
     from gdpa.backends.triton import run as portable
 
-    arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale)
-    return launch_backward.backward(*arguments, needs) if _takes_gradients(problem, needs) else portable.backward(*arguments, needs)
+    arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
+    own = (needs[1] or needs[2]) and launch_backward.takes_window(problem, cu_seqlens_q, cu_seqlens_k)
+    return launch_backward.backward(*arguments) if own else portable.backward(*arguments)
 
 
 def prepare_backward(
-    problem: Problem, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None, needs: tuple[bool, bool, bool]
+    problem: Problem,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+    needs: tuple[bool, bool, bool],
 ) -> ReadyBackward | PortableBackward | None:
     """How gradients of this problem are computed from tensors that lie as these; see gdpa/shortcut.py."""
     from gdpa.backends.hopper import launch_backward
     from gdpa.backends.triton import run as portable
 
     arguments = (problem, d_out, q, k, v, out_scale, needs)
-    return launch_backward.prepare(*arguments) if _takes_gradients(problem, needs) else portable.prepare_backward(*arguments)
-
-
-def _takes_gradients(problem: Problem, needs: tuple[bool, bool, bool]) -> bool:
-    return not problem.masked and (needs[1] or needs[2])
+    own = (needs[1] or needs[2]) and launch_backward.takes_window(problem, cu_seqlens_q, cu_seqlens_k)
+    return launch_backward.prepare(*arguments) if own else portable.prepare_backward(*arguments)

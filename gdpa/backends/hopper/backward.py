@@ -65,7 +65,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
 from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
-from gdpa.backends.hopper.relay import NONE, THROUGH_DQ, THROUGH_V, find_relay, hand_over, hand_over_dv, handed, reducer, send_dv
+from gdpa.backends.hopper.relay import (
+    NONE,
+    THROUGH_DQ,
+    THROUGH_V,
+    fate,
+    find_causal,
+    find_relay,
+    hand_over,
+    hand_over_dv,
+    handed,
+    reducer,
+    send_dv,
+)
 from gdpa.backends.hopper.tiles import (
     DV_FACTOR,
     FIELDS,
@@ -107,18 +119,23 @@ def key_producer(
     records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
     factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DV: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
-    TOGETHER: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, DQ: gl.constexpr, DV: gl.constexpr,
+    TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     stream = 0  # steps so far
     old_end, old_row, old_head = 0, 0, 0  # where dV of the tile before goes
     mine = tile_count(tiles, PAIRED)
     for taken in range(mine):
         head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
         )
         steps = block_count(q_length) * GROUP
-        start, _, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
-        last_from = gl.where((count <= few) | (q_length == 0), -1, last_from)
+        if CAUSAL:
+            start, last_from = find_causal(row, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            steps -= start
+        else:
+            start, _, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
+            last_from = gl.where((count <= few) | (q_length == 0), -1, last_from)
         k_end = k_start + k_length
         k_row = RAGGED - k_length + row
         # dS has all of dQ's factor, but for the scale in float16, which might not have the range for it.
@@ -162,24 +179,30 @@ def key_producer(
 
 @gluon.jit
 def query_producer(
-    q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
+    q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_DO: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, Q_SHARED: gl.constexpr, DQ: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     index = 0  # of the step in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
         )
         d_start = q_start
         if Q_SHARED:
             q_start = 0
             d_start = sequence * q_rows
         blocks = block_count(q_length)
-        steps = blocks * GROUP
-        start, _, _ = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
+        all_steps = blocks * GROUP
+        steps = all_steps  # of the tile
+        if CAUSAL:
+            start, _ = find_causal(row, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            steps -= start
+        else:
+            start, _, _ = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
         for step in range(steps):
-            in_group, block = split(turned(step, start, steps), blocks, GROUP)
+            in_group, block = split(turned(step, start, all_steps), blocks, GROUP)
             q_head = head * GROUP + in_group
             q_row = RAGGED - q_length + block * ROWS
             stage = index & 1
@@ -237,11 +260,14 @@ def issue_dq(ds_memory, keys, buffer, WHICH: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def activated(
     s, scale, weight, note, steps, step,
-    activate: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, MASK_TAIL: gl.constexpr, WHICH: gl.constexpr,
+    activate: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, MASK_TAIL: gl.constexpr, CAUSAL: gl.constexpr,
+    MASK_LATER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """f of transposed scores, but for a factor that `activate` may leave out, and the weight times f'."""
     # Compiled in only where activations differ between heads, or need a mask.
-    in_group, block = split(turned(step, read(note, START), steps), steps // GROUP, GROUP)
+    start = read(note, START)
+    here = step + start if CAUSAL else turned(step, start, steps)
+    in_group, block = split(here, steps // GROUP, GROUP)
     head = read(note, HEAD) * GROUP + in_group
     if FOLD:
         y, slope = activate(s, scale, weight, head)
@@ -256,6 +282,13 @@ def activated(
         inside = (key < keys_left)[:, None] & (query < queries_left)[None, :]
         y = gl.where(inside, y, 0.0)
         slope = gl.where(inside, slope, 0.0)
+    if MASK_LATER:  # keys that come after the query
+        # The tile's first query is its first key. Consumer 0's keys are seen by all queries after its first step, consumer 1's after two.
+        key = gl.arange(0, KEYS, gl.SliceLayout(1, s.type.layout))[:, None]
+        query = gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))[None, :]
+        seen = key <= query + (step - WHICH) * ROWS
+        y = gl.where(seen, y, 0.0)
+        slope = gl.where(seen, slope, 0.0)
     return y, slope
 
 
@@ -275,7 +308,7 @@ def consumer(
     dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
     tiles, scale,
     activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
-    PAIRED: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
+    PAIRED: gl.constexpr, CAUSAL: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
     DQ: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -316,7 +349,7 @@ def consumer(
             mbarrier.arrive(values_free.index(WHICH), count=1)
         s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
         weight = read_float(note, WEIGHT)
-        y, slope = activated(s, scale, weight, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, WHICH)
+        y, slope = activated(s, scale, weight, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, CAUSAL, CAUSAL, WHICH)
         p = gl.convert_layout(pinned(y).to(dtype), p_layout)
         slope = pinned(slope)
         if WITH_DK:
@@ -331,8 +364,7 @@ def consumer(
         if DQ != NONE:
             dq = warpgroup_mma_wait(1 if DV != NONE else 0, deps=[dq_token])
             mbarrier.arrive(met, count=1)
-            last_from = read(old_note, LAST_FROM)
-            is_last = read(old_note, STEPS) > last_from
+            is_last, last_from = fate(read(old_note, LAST_FROM), read(old_note, STEPS), CAUSAL)
             returned = hand_over(
                 dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot, DQ, DV),
                 is_last, last_from, returned, DQ, WHICH,
@@ -355,7 +387,7 @@ def consumer(
         stage ^= 1
 
         current = slot
-        last_from = read(note, LAST_FROM)
+        code = read(note, LAST_FROM)
         never = read(note, NOTHING)
         for step in range(1, steps):
             # Written so that the addresses of keys and staging memory are not the same in every step for the compiler: it would keep
@@ -367,7 +399,8 @@ def consumer(
                 ds, dk, step > 1, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH
             )
             s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
-            y, slope = activated(s, scale, weight, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, WHICH)
+            masked: gl.constexpr = CAUSAL and WHICH == 1
+            y, slope = activated(s, scale, weight, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, CAUSAL, masked, WHICH)
             p = gl.convert_layout(pinned(y).to(dtype), p_layout)
             slope = pinned(slope)
             if WITH_DK:
@@ -381,9 +414,10 @@ def consumer(
                 dv = warpgroup_mma(p, d_out.tile(stage), dv, is_async=True)
             if DQ != NONE:
                 dq = warpgroup_mma_wait(1 if DV != NONE else 0, deps=[dq_token])
+                is_last, last_from = fate(code, step, CAUSAL)
                 returned = hand_over(
                     dq, factor, dq_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, DV),
-                    step > last_from, last_from, returned, DQ, WHICH,
+                    is_last, last_from, returned, DQ, WHICH,
                 )  # fmt: skip
             dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             arrive(TURN + (1 - WHICH), CONSUMERS)
@@ -417,8 +451,7 @@ def consumer(
             dq_token = issue_dq(ds_memory, keys.tile(slot), stage ^ 1, WHICH, D)
             dq = warpgroup_mma_wait(0, deps=[dq_token])
             mbarrier.arrive(met, count=1)
-            last_from = read(note, LAST_FROM)
-            is_last = read(note, STEPS) > last_from
+            is_last, last_from = fate(read(note, LAST_FROM), read(note, STEPS), CAUSAL)
             hand_over(
                 dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot ^ 1, DQ, DV),
                 is_last, last_from, returned, DQ, WHICH,
@@ -452,7 +485,7 @@ def backward_kernel(
     activate: gl.constexpr, factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
     STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, Q_SHARED: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
     SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
     DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
@@ -486,30 +519,31 @@ def backward_kernel(
         [
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 0,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, CAUSAL, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 0,
             )),
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 1,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, CAUSAL, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 1,
             )),
             (query_producer, (
-                q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating,
-                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, TOGETHER, Q_SHARED, DQ,
+                q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
+                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED,
             )),
             (key_producer, (
                 k_desc, v_desc, dv_desc, keys, values, notes, values_free, keys_free, partial, dq_empty, dq_left, dv_left,
                 records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factor_of, FOLD,
-                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, TOGETHER, SCALE_PER_SEQUENCE, SCALE_OUTSIDE, DQ, DV,
+                KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, TOGETHER, CAUSAL, SCALE_PER_SEQUENCE,
+                SCALE_OUTSIDE, DQ, ORDERED, DV,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, Q_SHARED, DQ, ORDERED, DV, 0,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, DV, 0,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, Q_SHARED, DQ, ORDERED, DV, 1,
+                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, DV, 1,
             )),
         ],
         [4, 1, 1, 1, 1],

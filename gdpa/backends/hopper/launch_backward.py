@@ -23,7 +23,7 @@ from gdpa.backends.gpu import (
 )
 from gdpa.backends.hopper import partial, relay
 from gdpa.backends.hopper.backward import backward_kernel
-from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, readable, start
+from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, readable, same_offsets, start
 from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
@@ -39,10 +39,27 @@ NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, re
 THROUGH_V, THROUGH_DQ = (int(x.value) for x in (relay.THROUGH_V, relay.THROUGH_DQ))
 
 
+def takes_window(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
+    """Whether it has the call's window: none, or the causal one of sequences that attend to themselves, head by head."""
+    if not problem.masked:
+        return True
+    dense = problem.query_side == problem.key_side == "dense"
+    alike = problem.query_rows == problem.key_rows and (dense or same_offsets(cu_seqlens_q, cu_seqlens_k))
+    return alike and problem.window == (-1, 0) and problem.group == 1
+
+
 def way_of_dq(problem: Problem, needs_dq: bool) -> int:
     if not needs_dq:
         return NONE
     if problem.query_side == "shared":
+        return SHARED
+    # Tiles of causal sequences do not pass dQ on (relay.find_causal), but for few of them, or in a fixed order.
+    if (
+        problem.masked
+        and problem.key_side != "packed"
+        and problem.key_rows > MOST_ROUNDED_TILES * TILE
+        and not problem.deterministic
+    ):
         return SHARED
     # Packed sequences of a single tile find out on the device.
     return STORE if problem.key_side != "packed" and problem.key_rows <= TILE else RELAY
@@ -83,6 +100,7 @@ def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
     """Whether one program takes both tiles of a sequence."""
     dense = problem.key_side != "packed" and problem.query_side == "dense"
     many = problem.batch * problem.kv_heads >= LEAST_PAIRS * multiprocessor_count
+    dense = dense and not problem.masked
     return dense and many and TILE < problem.key_rows <= 2 * TILE and problem.query_rows * problem.group <= MOST_PAIRED_QUERIES
 
 
@@ -106,16 +124,33 @@ _recipes: dict[tuple[Any, ...], Recipe] = {}
 class Ready:
     """All that backward calls of one problem and one layout, of which the same gradients are needed, have in common; how they run."""
 
-    __slots__ = ("copy", "counters", "device", "dk", "dq", "dv", "lists_kind", "needs", "numbers", "programs", "recipe", "zeros")
+    __slots__ = (
+        "copy",
+        "counters",
+        "device",
+        "dk",
+        "dq",
+        "dv",
+        "is_causal",
+        "lists_kind",
+        "needs",
+        "numbers",
+        "programs",
+        "recipe",
+        "rounds_long",
+        "zeros",
+    )
 
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, bool, bool], recipe: Recipe) -> None:
         way = way_of_dq(problem, needs[0])
         self.recipe = recipe
+        self.is_causal = problem.masked
         self.needs = needs
         self.device = q.device
         self.numbers = _numbers(problem, multiprocessors(q.device))
         self.programs = _programs(problem, q.device)
         self.counters = _counter_count(problem) if way == RELAY else 0
+        self.rounds_long = _rounds_long(problem, way)
         self.dk, self.dv = Output(k.shape, k.dtype, k.device), Output(v.shape, v.dtype, v.device)
         self.dq = Output(q.shape, q.dtype, q.device) if needs[0] and way != SHARED else None
         self.copy = Output(_copy_shape(problem, way, q), torch.float32, q.device)
@@ -139,10 +174,12 @@ class Ready:
         cu_seqlens_k: Tensor | None,
         out_scale: Tensor | None,
     ) -> Gradients | None:
-        """The gradients that are needed; None where it is not the way: an address that the copy engine does not take, or another
-        current device. The tensors lie as the first of them did."""
+        """The gradients that are needed; None where it is not the way: an address that the copy engine does not take, other offsets, or
+        another current device. The tensors lie as the first of them did."""
         q_address = q.data_ptr()
         if (q_address | k.data_ptr() | v.data_ptr() | d_out.data_ptr()) & 15 or torch._C._cuda_getDevice() != self.device.index:
+            return None
+        if self.is_causal and cu_seqlens_q is not None and not same_offsets(cu_seqlens_q, cu_seqlens_k):
             return None
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         dk, dv, copy = self.dk.new(), self.dv.new(), self.copy.new()
@@ -157,6 +194,10 @@ class Ready:
             if listed is None:
                 listed = schedule.records(cu_seqlens_k, cu_seqlens_q, *kind[3:])
             records = listed.data_ptr()
+        bounds = None
+        if self.rounds_long and self.lists_kind is not None:
+            bounds = self._lists(cu_seqlens_q, cu_seqlens_k, stream)[1]
+            partial.clear_long(copy, bounds, self.rounds_long)
         if self.counters:
             zeroed = torch.zeros(self.counters, dtype=torch.int32, device=self.device)
             counters = zeroed.data_ptr()
@@ -166,14 +207,20 @@ class Ready:
         tensors = (q, k, v, d_out, dk if dq is None else dq, copy, dk, dv)
         launching.start(self.recipe, (self.programs, 1, 1), stream, tensors, (records, counters, scales, *self.numbers))
         if shared:
-            dq = partial.sum_programs(copy, q.dtype)
+            dq = partial.rounded(copy, q.dtype) if self.is_causal else partial.sum_programs(copy, q.dtype)
         elif self.zeros is not None and dq is not None and self.lists_kind is not None:
-            kind = self.lists_kind[1]
-            lists = schedule.known(kind, cu_seqlens_q, cu_seqlens_k, stream)
-            if lists is None:
-                lists = schedule.lists(cu_seqlens_q, cu_seqlens_k, *kind[3:])
+            lists = self._lists(cu_seqlens_q, cu_seqlens_k, stream)
             self.zeros.write(dq, lists[1], lists[2])
+            if bounds is not None:
+                partial.round_long(copy, dq, bounds, self.rounds_long)
         return dq, dk if self.needs[1] else None, dv if self.needs[2] else None
+
+    def _lists(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, stream: int) -> tuple[Any, ...]:
+        """schedule.lists of the call."""
+        assert self.lists_kind is not None
+        kind = self.lists_kind[1]
+        lists = schedule.known(kind, cu_seqlens_q, cu_seqlens_k, stream)
+        return schedule.lists(cu_seqlens_q, cu_seqlens_k, *kind[3:]) if lists is None else lists
 
 
 def prepare(
@@ -229,24 +276,41 @@ def backward(
     with on_device(q):
         tensors = tuple(readable(x) for x in (q, k, v, d_out))
         copy = _copy(problem, needs_dq, q)
+        least = _rounds_long(problem, way_of_dq(problem, needs_dq))
+        bounds = None
+        if least:
+            rows = problem.query_rows, problem.key_rows
+            bounds = schedule.lists(cu_seqlens_q, cu_seqlens_k, problem.batch, *rows, 0, "neither")[1]
+            assert bounds is not None
+            partial.clear_long(copy, bounds, least)
         # A descriptor of something that is not written still needs an address.
         outputs = (dk if dq is None else dq, copy, dk, dv)
         _launch(problem, tensors, outputs, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
-        if dq is not None and problem.query_side == "shared":
-            dq = partial.sum_programs(copy, dq.dtype)
+        if dq is not None and way_of_dq(problem, True) == SHARED:
+            dq = partial.rounded(copy, dq.dtype) if problem.masked else partial.sum_programs(copy, dq.dtype)
         elif dq is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
             partial.zero_unattended(dq, cu_seqlens_q, cu_seqlens_k, problem.batch, problem.query_rows, problem.key_rows)
+            if bounds is not None:
+                partial.round_long(copy, dq, bounds, least)
     return dq, dk if needs_dk else None, dv if needs_dv else None
 
 
+def _rounds_long(problem: Problem, way: int) -> int:
+    """Of packed causal sequences, beyond how many keys the tiles add to zeros in the fp32 copy, which is rounded afterwards; or 0."""
+    added = problem.masked and problem.key_side == "packed" and way == RELAY and not problem.deterministic
+    return rounded_tiles(problem) * TILE if added else 0
+
+
 def _copy(problem: Problem, needs_dq: bool, q: Tensor) -> Tensor:
-    """The fp32 copy of dQ that the tiles of a sequence pass on; of shared queries, the programs' sums."""
+    """The fp32 copy of dQ that the tiles of a sequence pass on, or add to; of shared queries, the programs' sums."""
     way = way_of_dq(problem, needs_dq)
     copy = q.new_empty(_copy_shape(problem, way, q), dtype=torch.float32)
     return copy.zero_() if way == SHARED else copy
 
 
 def _copy_shape(problem: Problem, way: int, q: Tensor) -> tuple[int, ...]:
+    if way == SHARED and problem.masked:
+        return tuple(q.shape)
     if way == SHARED:
         return _programs(problem, q.device), *q.shape
     # Dense keys that are few add up in dQ itself.
@@ -300,6 +364,7 @@ def _recipe_key(
         way_of_dv(problem, needs[2]),
         is_paired(problem, multiprocessors(q.device)),
         is_together(problem, needs[0]),
+        problem.masked,
         problem.deterministic,
         needs,
     )
@@ -392,6 +457,7 @@ def _constants(
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "PAIRED": is_paired(problem, multiprocessor_count),
         "TOGETHER": is_together(problem, needs[0]),
+        "CAUSAL": problem.masked,
         "Q_SHARED": problem.query_side == "shared",
         "SCALE_PER_SEQUENCE": out_scale is not None,
         # float16 may not have the range for dS with it: it may be small.
@@ -414,10 +480,11 @@ def compile_backward(
     rows: int = 256,
     needs: tuple[bool, bool, bool] = (True, True, True),
     deterministic: bool = False,
+    window: tuple[int, int] = (-1, -1),
 ) -> Any:
     """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence."""
     q, k, v, cu_q, cu_k = example(form, 1024, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
-    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, (-1, -1), deterministic)
+    problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, deterministic)
     d_out = q.new_empty(problem.output_shape)
     way = way_of_dq(problem, needs[0])
     copy = q.new_empty(q.shape, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""What the backward kernel leaves of dQ: the rows that attend to nothing, which no tile of keys reaches, and the sums of shared queries."""
+"""What the backward kernel leaves of dQ: the rows that attend to nothing, which no tile of keys reaches, the sums of shared queries, and
+those of causal sequences, which tiles add to zeros."""
 
 # Kernel bodies are Triton's language, not Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -68,6 +69,63 @@ def zero_unattended(
     _, q_bounds, k_bounds = schedule.lists(cu_seqlens_q, cu_seqlens_k, batch, q_rows, k_rows, 0, "neither")
     packed = q_bounds is not None, k_bounds is not None
     Zeros(*packed, batch, q_rows, k_rows, dq.shape[-2] * dq.shape[-1]).write(dq, q_bounds, k_bounds)
+
+
+@triton.jit
+def placed(index):
+    """Where an element of dQ lies in the fp32 copy, whose columns are in another order (relay.place)."""
+    return index // 8 * 8 + index % 2 * 4 + index % 8 // 2
+
+
+@triton.jit
+def round_kernel(copy_ptr, dq_ptr, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    tl.store(dq_ptr + index, tl.load(copy_ptr + placed(index), mask=inside).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def long_kernel(copy_ptr, dq_ptr, bounds_ptr, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr):
+    """Of the rows of sequences longer than `least`: dQ of the fp32 copy, or zeros in that."""
+    start = tl.load(bounds_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    length = tl.load(bounds_ptr + 2 * tl.program_id(0) + 1)
+    if length > least:
+        end = (start + length) * WIDTH
+        for first in range(start * WIDTH + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            if ROUND:
+                value = tl.load(copy_ptr + placed(index), mask=index < end)
+                tl.store(dq_ptr + index, value.to(dq_ptr.dtype.element_ty), mask=index < end)
+            else:
+                tl.store(copy_ptr + index, tl.zeros([BLOCK], tl.float32), mask=index < end)
+
+
+ROUND_BLOCK = 4096
+LONG_PARTS = 16  # programs that share the rows of a sequence
+
+
+def rounded(copy: Tensor, dtype: torch.dtype) -> Tensor:
+    """dQ of an fp32 copy to which tiles have added."""
+    dq = torch.empty_like(copy, dtype=dtype)
+    if dq.numel():
+        round_kernel[(-(-dq.numel() // ROUND_BLOCK),)](copy, dq, dq.numel(), BLOCK=ROUND_BLOCK, num_warps=WARPS)
+    return dq
+
+
+def clear_long(copy: Tensor, bounds: Tensor, least: int) -> None:
+    """Zeros in the fp32 copy for sequences of more than `least` rows; `bounds` are schedule.bounds' of the queries."""
+    _long(copy, copy, bounds, least, False)
+
+
+def round_long(copy: Tensor, dq: Tensor, bounds: Tensor, least: int) -> None:
+    """dQ of those sequences."""
+    _long(copy, dq, bounds, least, True)
+
+
+def _long(copy: Tensor, dq: Tensor, bounds: Tensor, least: int, to_round: bool) -> None:
+    width = dq.shape[-2] * dq.shape[-1]
+    grid = (bounds.numel() // 2, LONG_PARTS)
+    long_kernel[grid](copy, dq, bounds, least, WIDTH=width, BLOCK=ROUND_BLOCK, ROUND=to_round, num_warps=WARPS)
 
 
 def sum_programs(copy: Tensor, dtype: torch.dtype) -> Tensor:

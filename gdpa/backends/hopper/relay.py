@@ -48,7 +48,7 @@ from gdpa.backends.hopper.tiles import (
 NONE: gl.constexpr = gl.constexpr(0)  # nobody asked for it
 STORE: gl.constexpr = gl.constexpr(1)  # every tile is ALONE
 RELAY: gl.constexpr = gl.constexpr(2)
-SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum
+SHARED: gl.constexpr = gl.constexpr(3)  # added to the program's own sum, or, of CAUSAL sequences, to zeros in an fp32 copy
 
 # The way of dV, or NONE. Its consumer sends it off through the memory of V, and the next tile's values wait for that; or the key producer
 # does, through the staging memory of dQ, and the tile's last dQ waits.
@@ -81,6 +81,53 @@ def find_relay(row, q_length, count, steps, rotating, APART: gl.constexpr, DQ: g
         first_until = gl.where(number == 0, steps, 0)
         last_from = gl.where(number == count - 1, 0, steps)
     return start, first_until, last_from
+
+
+# What becomes of a step's dQ where CAUSAL. A tile's first two steps, whose queries see a part of its keys, have a code of their own, which
+# lies below that of its others.
+ROUNDED: gl.constexpr = gl.constexpr(1)  # rounded by this tile: no other comes after it, or parts are rounded before they are added
+COMES_BACK: gl.constexpr = gl.constexpr(2)  # with what the others have added up
+CODE_BITS: gl.constexpr = gl.constexpr(2)
+DIAGONAL: gl.constexpr = gl.constexpr(2)  # steps of a tile whose queries see a part of its keys: TILE / ROWS
+
+
+@gluon.jit
+def find_causal(row, count, rotating, few, APART: gl.constexpr, ORDERED: gl.constexpr):
+    """(the tile's first step, its code) where queries see the keys up to their own, and are as many: tiles begin at their own first query.
+
+    Tile t begins at step DIAGONAL * t, so the last tile that a step has comes to it first and the first one last, as where sequences turn;
+    sequences that do not turn go the other way around. They differ in length, though, and programs that wait for each other lose more than
+    zeros before and a rounding after cost: only ORDERED do more than `few` tiles pass dQ on, else they add to zeros in the fp32 copy."""
+    number = row // TILE
+    rotates = count * APART <= rotating
+    both = ROUNDED + COMES_BACK
+    # The first tile is alone at its first two steps. Turning, it ends all others; else each tile ends its first two, and the last tile all.
+    early = gl.where(number == 0, ROUNDED, gl.where(rotates, 0, both))
+    late = gl.where(rotates, gl.where(number == 0, both, 0), gl.where(number == count - 1, both, 0))
+    if not ORDERED:
+        early = number * 0
+        late = number * 0
+    early = gl.where(count <= few, ROUNDED, early)
+    late = gl.where(count <= few, ROUNDED, late)
+    return number * DIAGONAL, early + late * (1 << CODE_BITS)
+
+
+@gluon.jit
+def fate(code, done, CAUSAL: gl.constexpr):
+    """(whether a tile rounds dQ of its step `done` - 1, a number that is negative where nothing comes back), of what LAST_FROM says."""
+    if CAUSAL:
+        part = gl.where(done <= DIAGONAL, code, code >> CODE_BITS)
+        return (part & ROUNDED) != 0, (part & COMES_BACK) - 1
+    else:
+        return done > code, code
+
+
+@gluon.jit
+def causal_rank(row, count, here, rotating, APART: gl.constexpr):
+    """(how many tiles are at a step of the sequence before this one, how many there are)."""
+    number = row // TILE
+    newest = gl.minimum(here // DIAGONAL, count - 1)
+    return gl.where(count * APART <= rotating, newest - number, number), newest + 1
 
 
 @gluon.jit
@@ -196,7 +243,7 @@ def send_dv(
 def reducer(
     dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
-    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, Q_SHARED: gl.constexpr,
+    HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
     DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     if DQ == NONE:
@@ -209,25 +256,41 @@ def reducer(
     index = 1  # of the tile's first dQ in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER
+            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
         )
         # Sequences cover as many 64s of rows as they have, and one more where one begins.
         first_counter = q_start // ROWS + sequence
         if Q_SHARED:
             q_start = gl.program_id(0) * q_rows
         blocks = block_count(q_length)
-        steps = blocks * GROUP
-        start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
+        all_steps = blocks * GROUP
+        steps = all_steps  # of the tile
+        if CAUSAL:
+            start, _ = find_causal(row, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            steps = all_steps - start
+        else:
+            start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
         for step in range((index + WHO) & 1, steps, 2):
-            here = turned(step, start, steps)
+            here = turned(step, start, all_steps)
             in_group, block = split(here, blocks, GROUP)
             q_head = head * GROUP + in_group
             column = q_head * STRIDE_DQ
             q_row = RAGGED - q_length + block * ROWS
-            is_first = step < first_until
-            ends = step >= last_from  # no tile comes after this one
-            is_last = ends & (count > few)
-            comes_back = is_last & (first_until < steps)
+            if CAUSAL:
+                rank, tiles_here = causal_rank(row, count, here, rotating, 1 if TOGETHER else KV_HEADS)
+                passed_on = count <= few
+                if ORDERED:
+                    passed_on = count > 0
+                is_first = passed_on & (rank == 0)
+                ends = (rank == tiles_here - 1) | (not passed_on)
+                is_last = passed_on & ends & (count > few)
+                comes_back = is_last & (rank > 0)
+            else:
+                tiles_here = count
+                is_first = step < first_until
+                ends = step >= last_from  # no tile comes after this one
+                is_last = ends & (count > few)
+                comes_back = is_last & (first_until < steps)
             counter = counters_ptr + (first_counter + block) * (KV_HEADS * GROUP) + q_head
             seen = 0
             if DQ == RELAY:
@@ -242,9 +305,15 @@ def reducer(
                 if DQ != RELAY or not comes_back:
                     mbarrier.arrive(dq_empty.index(which), count=1)
             if DQ == RELAY:
-                needed = find_rank(row, count, here, steps, rotating, 1 if TOGETHER else KV_HEADS) if ORDERED else 1
-                needed = gl.where(is_first, 0, gl.where(is_last, count - 1, needed))
-                if (seen < needed) & (first_until < steps):
+                needed = 1
+                if ORDERED and CAUSAL:
+                    needed = rank
+                elif ORDERED:
+                    needed = find_rank(row, count, here, steps, rotating, 1 if TOGETHER else KV_HEADS)
+                needed = gl.where(is_first, 0, gl.where(is_last, tiles_here - 1, needed))
+                waits = seen < needed
+                waits = waits & passed_on if CAUSAL else waits & (first_until < steps)
+                if waits:
                     await_count(counter, needed)
                 if comes_back:
                     see_what_was_counted()

@@ -12,7 +12,7 @@ RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.r
 # What the producer tells the consumers of a tile, in shared memory. It looks it up while they are at the tile before; a record comes from
 # L2, several hundred cycles away, and they have no registers to spare for what they need at a tile's end alone.
 STEPS: gl.constexpr = gl.constexpr(0)
-LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 where every step's dQ is rounded at once
+LAST_FROM: gl.constexpr = gl.constexpr(1)  # see find_relay; -1 where every step's dQ is rounded at once. CAUSAL: find_causal's code
 KEY_END: gl.constexpr = gl.constexpr(2)  # the sequence's end among all keys,
 KEY_ROW: gl.constexpr = gl.constexpr(3)  # the tile's first key, as a row of a ragged descriptor,
 HEAD: gl.constexpr = gl.constexpr(4)  # and its head
@@ -79,7 +79,7 @@ def tile_count(tiles, PAIRED: gl.constexpr):
 @gluon.jit
 def find_tile(
     taken, records_ptr, q_rows, k_rows, k_tiles,
-    KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr,
+    KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
     its queries, its tiles). The heads of a tile follow one another in the numbers, or, TOGETHER, the tiles of a head."""
@@ -104,6 +104,8 @@ def find_tile(
     else:
         sequence = entry // k_tiles
         row = (entry % k_tiles) * TILE
+        if CAUSAL:
+            row = ((entry + sequence) % k_tiles) * TILE  # keys that few queries see are not always the same program's
         k_start = sequence * k_rows
         k_length = k_rows
         q_start = sequence * q_rows

@@ -95,7 +95,15 @@ def backward(
 
 
 def prepare_backward(
-    problem: Problem, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out_scale: Tensor | None, needs: tuple[bool, bool, bool]
+    problem: Problem,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_scale: Tensor | None,
+    needs: tuple[bool, bool, bool],
 ) -> ReadyBackward | None:
     """How gradients of this problem are computed from tensors that lie as these; see gdpa/shortcut.py."""
     from gdpa.backends.triton import run
