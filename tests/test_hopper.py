@@ -480,6 +480,31 @@ class TestWindows:
                     rows = window_mask(queries, keys, window, torch.device("cpu"))[row : row + 128]
                     assert rows[:, first * 128 : (first + blocks - 1) * 128].all()
 
+    @pytest.mark.parametrize("window", [(-1, 0), (-1, 128), (-1, 70), (0, 0), (100, 0), (3, 200), (128, -1), (5000, 5000)])
+    @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 172), (300, 130), (130, 700), (1, 129), (640, 640), (513, 1)])
+    def test_the_pairs_that_pass_the_masks_are_the_windows(self, queries, keys, window):
+        """What the consumers do with each block, as the kernel says it: masked by first and last key, from right to left or not."""
+        from gdpa.backends.hopper import forward
+
+        on_edge = window[0] < 0 and (keys - queries + window[1]) % 128 == 0
+        kind = forward.RIGHT if on_edge else forward.BOTH
+        left, right = (side if side >= 0 else forward.UNBOUNDED.value for side in window)
+        pairs = torch.zeros(queries, keys, dtype=torch.int32)
+        for row in range(0, queries, 64):
+            first, blocks, none = self.find_blocks(row // 128 * 128, queries, keys, left, right, 128, kind.value, 2)
+            if none:
+                continue
+            for i in range(blocks):
+                block = first + (blocks - 1 - i if kind == forward.RIGHT else i)
+                keys_left = keys - block * 128
+                own = keys_left - queries + row
+                for r in range(min(64, queries - row)):
+                    last = 127 if kind == forward.RIGHT and i > 0 else r + own + right
+                    begin = r + own - left if kind == forward.BOTH else 0
+                    stop = min(last + 1, 128, keys_left)
+                    pairs[row + r, block * 128 + max(begin, 0) : block * 128 + max(stop, 0)] += 1
+        assert torch.equal(pairs, window_mask(queries, keys, window, torch.device("cpu")).int())
+
     @pytest.mark.parametrize(
         ("form", "options", "same", "kind"),
         [
