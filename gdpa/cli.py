@@ -411,7 +411,7 @@ def _precompile(options: argparse.Namespace) -> int:
             f"--arch: expected a compute capability from {OLDEST_ARCHITECTURE} on, such as 90 or 100, got {options.arch}"
         )
     arch = options.arch or architecture(torch.device("cuda", torch.cuda.current_device()))
-    on_hopper = arch == 90 and options.dim == value_dim in HEAD_DIMENSIONS and options.dtype.itemsize == 2 and not options.causal
+    on_hopper = arch == 90 and options.dim == value_dim in HEAD_DIMENSIONS and options.dtype.itemsize == 2
     for name in activations:
         keys = resolve(name, 1)
         sizes = (options.dim, value_dim, options.dtype)
@@ -421,6 +421,6 @@ def _precompile(options: argparse.Namespace) -> int:
             from gdpa.backends.hopper import launch, launch_backward
 
             for module in (launch, launch_backward):
-                for line in module.precompile(keys, options.dim, options.dtype, options.group, options.kv_heads):
+                for line in module.precompile(keys, options.dim, options.dtype, options.causal, options.group, options.kv_heads):
                     print(line)
     return 0

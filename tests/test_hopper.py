@@ -529,3 +529,29 @@ class TestWindows:
         assert same_offsets == same
         assert launch._window(case.problem, same_offsets) == getattr(forward, kind).value
         assert launch.consumers(case.problem) == 2
+
+
+@needs_triton
+@pytest.mark.parametrize("group", [1, 2])
+def test_precompile_builds_causal_kernels_where_asked_to(group, monkeypatch):
+    from gdpa.backends.hopper import launch, launch_backward
+
+    built: list[tuple[str, str, tuple[int, int]]] = []
+
+    def compiled(which: str) -> Any:
+        def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window=(-1, -1)):
+            built.append((which, form, window))
+            return SimpleNamespace(metadata=SimpleNamespace(num_warps=4, shared=1024))
+
+        return compile_it
+
+    monkeypatch.setattr(launch, "compile_forward", compiled("forward"))
+    monkeypatch.setattr(launch_backward, "compile_backward", compiled("backward"))
+    for masked in (False, True):
+        built.clear()
+        lines = [line for x in (launch, launch_backward) for line in x.precompile(("silu",), 128, torch.bfloat16, masked, group, 4)]
+        assert len(lines) == len(built)
+        assert {window for _, _, window in built} == ({(-1, 0), (1, 0)} if masked else {(-1, -1)})
+        forms = {form for which, form, _ in built if which == "backward"}
+        assert len(forms) == (4 if not masked else 2 if group == 1 else 0)
+        assert all(("causal" in line or "window" in line) == masked for line in lines)

@@ -353,14 +353,17 @@ def compile_forward(
         return forward_kernel.warmup(*arguments, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]], grid=(1,))
 
 
-def precompile(activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, kv_heads: int = 4) -> list[str]:
-    """Build the kernel into Triton's cache, in every form and for short and long sequences; a line for each."""
+def precompile(
+    activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, masked: bool = False, group: int = 1, kv_heads: int = 4
+) -> list[str]:
+    """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
+    sizes = [(rows, (-1, -1)) for rows in ((256, ROWS_FOR_THREE) if head_dim == 64 else (256,))]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
-        for rows in (256, ROWS_FOR_THREE) if head_dim == 64 else (256,):
-            kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads, rows)
+        for rows, window in [(256, (-1, 0)), (256, (1, 0))] if masked else sizes:
+            kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads, rows, window)
             lines.append(
                 f"sm_90 {form:14} {'hopper forward_kernel':28} {rows} queries, {kernel.metadata.num_warps} warps, "
-                f"{kernel.metadata.shared // 1024} KB shared"
+                f"{kernel.metadata.shared // 1024} KB shared{'' if not masked else ', causal' if window[0] < 0 else ', window'}"
             )
     return lines

@@ -495,14 +495,20 @@ def compile_backward(
         return backward_kernel.warmup(*arguments, **constants, **_options(way), grid=(1,))
 
 
-def precompile(activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, group: int = 1, kv_heads: int = 4) -> list[str]:
-    """Build the kernel into Triton's cache, in every form and for short and long keys; a line for each."""
+def precompile(
+    activations: tuple[str, ...], head_dim: int, dtype: torch.dtype, masked: bool = False, group: int = 1, kv_heads: int = 4
+) -> list[str]:
+    """Build the kernel into Triton's cache, in every form and for short and long keys, or those of causal calls; a line for each."""
     lines = []
-    for form in ("packed", "dense", "dense-keys", "shared-queries"):
+    forms: tuple[str, ...] = ("packed", "dense", "dense-keys", "shared-queries")
+    if masked:
+        forms = ("packed", "dense") if group == 1 else ()
+    window = (-1, 0) if masked else (-1, -1)
+    for form in forms:
         for rows in (128, 256, 1024):
-            kernel = compile_backward(activations, head_dim, dtype, group, form, kv_heads, rows)
+            kernel = compile_backward(activations, head_dim, dtype, group, form, kv_heads, rows, window=window)
             lines.append(
                 f"sm_90 {form:14} {'hopper backward_kernel':28} {rows} keys, {STEP_ROWS}x{TILE}, 12 warps, "
-                f"{kernel.metadata.shared // 1024} KB shared"
+                f"{kernel.metadata.shared // 1024} KB shared{', causal' if masked else ''}"
             )
     return lines
