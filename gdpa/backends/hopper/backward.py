@@ -56,7 +56,8 @@ tile a program takes, and what it must know of it.
     TURN + consumer          the other consumer, its products issued          the consumer, to issue its own
 
 Rows past a sequence's end are zeros in shared memory and are not written back (gpu.ragged_geometry): zero rows of dO and K make
-masks needless where f(0) and f'(0) are finite; MASK_TAIL compiles one in for the others.
+masks needless where f(0) and f'(0) are finite; MASK_TAIL compiles one in for the others. CAUSAL is self-attention whose queries see no
+later key: a tile begins at the step of its own first query, and masks the steps in which some of its keys are not seen yet.
 """
 
 from triton.experimental import gluon

@@ -18,6 +18,9 @@ programs (`rotating`). Longer sequences do not turn: all their tiles begin at st
 
 Dense sequences of two tiles and few queries are PAIRED: one program takes both tiles, one after the other, and waits for itself alone.
 
+CAUSAL tiles of a sequence differ in length, and their programs are not in step. More than `few` of them add to zeros in the copy and wait
+for nobody, unless results must be the same every time (find_causal); what the copy holds is rounded by a kernel of its own (partial.py).
+
 Shared queries have one dQ for all sequences. There each program adds to a sum of its own.
 
 The fp32 copy has its columns in another order (`place`), which lets warps write it to shared memory without bank conflicts:
