@@ -35,7 +35,7 @@ from gdpa.graph import SCORE, Graph, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
 
-GENERATOR_VERSION = 16
+GENERATOR_VERSION = 17
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class DeviceFunctions:
         weighted_pair: `activate_pair_weighted(s, scale, weight, head) -> (g, dg)`, with f(scale * s) = c * g and
             weight * f'(scale * s) = dg; the weight is a scalar.
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
-        instructions: how many a score takes in `weighted_pair`, the most of all heads; 0 in float32, which folds nothing.
         open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
             EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
             None where heads differ or the activation has no such form. Needs sm_90.
@@ -76,7 +75,6 @@ class DeviceFunctions:
     lifted: bool
     weighted_pair: Any
     weighted_factor: Any
-    instructions: int
     open_packed: Any
     finish_packed: Any
     source: str
@@ -123,7 +121,6 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         lifted=module.LIFTED,
         weighted_pair=module.activate_pair_weighted,
         weighted_factor=module.weighted_factor,
-        instructions=module.INSTRUCTIONS,
         open_packed=getattr(module, "open_packed", None),
         finish_packed=getattr(module, "finish_packed", None),
         source=source,
@@ -166,7 +163,7 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
-    functions.append(f"LIFTED = {writer.lifted}\nINSTRUCTIONS = {writer.instructions}")
+    functions.append(f"LIFTED = {writer.lifted}")
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
     return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
@@ -307,7 +304,6 @@ class _Writer:
         self._own_helpers = {name: text for name, text in _FAST_HELPERS.items() if name in _HELPERS_OF[precision]}
         self._used: set[str] = set()
         self.lifted = False  # whether a function was written whose dg lacks 1
-        self.instructions = 0  # of the longest weighted pair
 
     def helpers(self) -> list[str]:
         """The helper functions that were called, directly or by others, each after those it calls."""
@@ -341,8 +337,6 @@ class _Writer:
         folded = fold(graph, multiples) if raised is None else raised
         self.lifted |= raised is not None
         weighted = WEIGHT in multiples
-        if weighted:
-            self.instructions = max(self.instructions, folded.instructions)
         own_name = f"{'weighted' if weighted else 'scaled'}_{name}_{number}"
         lines = []
         for label, result, factor, multiple in zip(("f", "f'"), ("g", "dg"), folded.factors, multiples, strict=False):

@@ -41,7 +41,7 @@ FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
 # 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more.
 HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "long"): (104, 112)}
 HOPPER_PRODUCTS |= {("backward_kernel", 128): (152,), ("backward_kernel", 64): (120,), ("backward_kernel", "without-dq"): (104,)}
-# Of causal tiles consumer 1 sees no key in its first step, where one product of its scores is left of eight.
+# Of causal tiles no query sees consumer 1's keys in its first step, where one product of 8 columns stands for the eight of its scores.
 HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
 # The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}  # with the installed Triton and the newest

@@ -231,6 +231,7 @@ def test_short_sequences_multiply_in_fp32(products: Products, monkeypatch: pytes
 )
 def test_which_processors_are_fast(about: dict[str, Any], fast_at_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: about, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     fast = cpu_tensors.multiplies_fast.__wrapped__
     assert fast(torch.bfloat16) is fast_at_bf16
     assert not fast(torch.float16)

@@ -39,17 +39,17 @@ UNEVEN = 1.25
 # fp32 blocks with at most this many (query, key) pairs are computed in float64. Their sums are so short and few that
 # the order of one decides whether it errs more than twice the ideal, as it did in 1 % of random problems.
 EXACT_PAIRS = 1 << 10
-# From so many (query, key) pairs of a matrix on, products are bf16 where the processor is fast at them (`operands`).
+# From so many (query, key) pairs of a matrix on, products are bf16 where the processor is fast at them (`is_narrow`).
 LEAST_NARROW_PAIRS = 1 << 12
 
 
-def operands(problem: Problem, pairs: int) -> torch.dtype:
-    """The precision of P and dS, and of what they are multiplied with, in matrices of so many pairs. S and dP are always wide.
+def is_narrow(problem: Problem, pairs: int) -> bool:
+    """Whether P and dS are rounded before they are multiplied, in matrices of so many pairs. S and dP are always wide.
 
-    Where bf16 products are fast, P and dS are rounded before they are multiplied, as in every GPU kernel and in the error budget's
-    yardstick. dP rounded too would gain 5 to 10 %, but dQ and dK would be over the budget where one number is all of dP.
+    So they are where bf16 products are fast, as in every GPU kernel and in the error budget's yardstick. dP rounded too would be faster
+    still, but dQ and dK would be over the budget where one number is all of dP.
     """
-    return problem.dtype if pairs >= LEAST_NARROW_PAIRS and multiplies_fast(problem.dtype) else wide(problem.dtype)
+    return pairs >= LEAST_NARROW_PAIRS and multiplies_fast(problem.dtype)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -139,10 +139,10 @@ class Chunk:
 
     @property
     def operands(self) -> torch.dtype:
+        """The precision of P and dS, and of what they are multiplied with."""
         q_len, k_len = self.block.q_len, self.block.k_len
         few = few_sizes(q_len) == q_len and few_sizes(k_len) == k_len
-        narrow = operands(self.problem, q_len * k_len)
-        return narrow if few and narrow.itemsize == 2 else self.precision
+        return self.problem.dtype if few and is_narrow(self.problem, q_len * k_len) else self.precision
 
     @cached_property
     def query_tiles(self) -> list[QueryTile]:

@@ -29,7 +29,7 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
 
     AMD's with AVX512_BF16 do: on a Zen 4, one thread, 200 GFLOP/s against 80. An Intel Xeon without AMX did not (140 against 280).
     """
-    about: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch has it since 2.13
+    about: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not every torch has it
     has_products = torch.backends.mkldnn.is_available() and bool(about.get("avx512_bf16"))
     return dtype == torch.bfloat16 and has_products and "AMD" in about.get("cpu_name", "")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gdpa.backends.cpu_kernels import kernel_of
-from gdpa.backends.cpu_plan import BATCH_SCORES, EXACT_PAIRS, divide, operands, wide
+from gdpa.backends.cpu_plan import BATCH_SCORES, EXACT_PAIRS, divide, is_narrow, wide
 from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, few_sizes, product, workspace
 from gdpa.problem import Problem, row_ranges
 
@@ -62,7 +62,7 @@ class _Call:
         return torch.float64 if exact else wide(self.problem.dtype)
 
     def is_narrow(self, sequence: int) -> bool:
-        return operands(self.problem, self.pairs[sequence]).itemsize == 2
+        return is_narrow(self.problem, self.pairs[sequence])
 
     def rounded(self, scores: Tensor, memory: Workspace) -> Tensor:
         """P or dS in the inputs' precision, with zeros beside it."""
