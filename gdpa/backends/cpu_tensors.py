@@ -27,7 +27,7 @@ ALONE = slice(0, 1)  # a key head is the only member of its group
 def multiplies_fast(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies operands of `dtype`, of 16 bits, well faster than the same widened to fp32.
 
-    AMD's with AVX512_BF16 do: on a Zen 4, one thread, 200 GFLOP/s against 80. An Intel Xeon without AMX did not (140 against 280).
+    AMD's with AVX512_BF16 do: on an EPYC, one thread, 200 GFLOP/s against 80. An Intel Xeon without AMX did not (140 against 280).
     """
     about: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not every torch has it
     has_products = torch.backends.mkldnn.is_available() and bool(about.get("avx512_bf16"))

@@ -98,9 +98,8 @@ LEAST_PAIRS = 4  # for each multiprocessor
 
 def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
     """Whether one program takes both tiles of a sequence."""
-    dense = problem.key_side != "packed" and problem.query_side == "dense"
+    dense = problem.key_side != "packed" and problem.query_side == "dense" and not problem.masked
     many = problem.batch * problem.kv_heads >= LEAST_PAIRS * multiprocessor_count
-    dense = dense and not problem.masked
     return dense and many and TILE < problem.key_rows <= 2 * TILE and problem.query_rows * problem.group <= MOST_PAIRED_QUERIES
 
 
