@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import random
 from typing import Any
 
 import pytest
 import torch
-from helpers import FORMS, make_case, needs_triton
+from helpers import FORMS, make_case, needs_triton, offsets_of
 from test_hopper import Launched, comparable
 
 pytestmark = needs_triton
@@ -177,29 +178,87 @@ class TestPlan:
         problem = dataclasses.replace(problem, deterministic=deterministic)
         assert launch.way_of_dq(problem, True) == getattr(launch, way)
         assert launch._rounds_long(problem, launch.way_of_dq(problem, True)) == rounds_long
-        assert not launch.is_paired(problem, 1)
+        assert launch.is_paired(problem, 1) == launch.is_folded(problem)
+
+    @pytest.mark.parametrize(
+        ("form", "keys", "folded"), [("dense", 128, False), ("dense", 256, True), ("dense", 257, False), ("packed", 5, True)]
+    )
+    def test_tiles_of_causal_sequences_are_folded_where_none_is_known_to_be_in_the_middle(self, form, keys, folded):
+        from gdpa.backends.hopper import launch_backward as launch
+
+        problem = make_case(form, q_lengths=(keys, keys), heads=4, head_dim=64, causal=True).problem
+        assert launch.is_folded(problem) is folded
+        assert launch._listed(problem) == (256 if folded else 128)
+        assert not launch.is_folded(dataclasses.replace(problem, deterministic=True))
+        assert not launch.is_folded(dataclasses.replace(problem, window=(-1, -1)))
 
     @pytest.mark.parametrize("together", [False, True])
     @pytest.mark.parametrize(("batch", "heads", "tiles"), [(3, 4, 5), (5, 1, 7), (1, 3, 16)])
     def test_every_tile_has_a_number_and_neighbours_are_of_one_head_where_together(self, batch, heads, tiles, together):
         """tiles.find_tile, run as Python."""
-        from types import SimpleNamespace
-
-        from gdpa.backends.hopper.tiles import find_tile
-
-        source = inspect.getsource(find_tile.fn).replace("@gluon.jit\n", "")
-        gl = SimpleNamespace(constexpr=None, program_id=lambda axis: 0, num_programs=lambda axis: 1)
-        namespace = {"gl": gl, "TILE": 128, "RECORD": 8}
-        exec(source, namespace)
+        find_tile = self.find_tile([])
         found = []
         for number in range(batch * heads * tiles):
-            head, sequence, k_start, _, row, q_start, _, count = namespace["find_tile"](
+            head, sequence, k_start, _, row, q_start, _, count = find_tile(
                 number, None, 10, 128 * tiles, tiles, heads, False, False, together, False
             )
             assert (k_start, q_start, count) == (128 * tiles * sequence, 10 * sequence, tiles)
             found.append((sequence, head, row // 128) if together else (sequence, row // 128, head))
         sizes = (heads, tiles) if together else (tiles, heads)
         assert found == [(b, i, j) for b in range(batch) for i in range(sizes[0]) for j in range(sizes[1])]
+
+    @staticmethod
+    def find_tile(memory):
+        """As a plain function, of the one program there is; `memory` is what it loads from."""
+        from types import SimpleNamespace
+
+        from gdpa.backends.hopper.tiles import find_tile
+
+        gl = SimpleNamespace(
+            constexpr=None,
+            program_id=lambda axis: 0,
+            num_programs=lambda axis: 1,
+            load=lambda at: memory[at],
+            minimum=min,
+            cdiv=lambda x, y: -(-x // y),
+            where=lambda condition, x, y: x if condition else y,
+        )
+        namespace = {"gl": gl, "TILE": 128, "RECORD": 8}
+        exec(inspect.getsource(find_tile.fn).replace("@gluon.jit\n", ""), namespace)
+        return namespace["find_tile"]
+
+    @pytest.mark.parametrize("tiles", [2, 4, 16])
+    def test_two_tiles_of_a_causal_sequence_have_as_many_steps_as_any_two(self, tiles):
+        find_tile = self.find_tile([])
+        found = []
+        for taken in range(3 * tiles * 2):
+            head, sequence, _, k_length, row, _, q_length, count = find_tile(
+                taken, None, 128 * tiles, 128 * tiles, tiles, 2, False, True, False, True
+            )
+            assert (k_length, q_length, count) == (128 * tiles, 128 * tiles, tiles)
+            found.append((sequence, head, row // 128))
+        assert sorted(found) == [(b, h, t) for b in range(3) for h in range(2) for t in range(tiles)]
+        for first, second in zip(found[::2], found[1::2], strict=True):
+            assert first[:2] == second[:2] and first[2] + second[2] == tiles - 1
+
+    @pytest.mark.parametrize("lengths", [(1, 128, 129, 2048, 300, 0, 700, 256), (900,)])
+    def test_the_tile_in_the_middle_of_a_causal_sequence_is_followed_by_nothing(self, lengths):
+        from gdpa import schedule
+
+        offsets = offsets_of(lengths)
+        records = schedule.records(offsets, offsets, len(lengths), sum(lengths), sum(lengths), 256)
+        find_tile = self.find_tile(records.flatten().tolist())
+        found = []
+        for taken in range(2 * int(records[0, 0])):
+            _, sequence, k_start, k_length, row, q_start, q_length, count = find_tile(taken, 0, 0, 0, 0, 1, True, True, False, True)
+            if q_length == 0:
+                assert (k_length, row, taken % 2) == (0, 0, 1)
+                continue
+            assert k_length == q_length == lengths[sequence]
+            assert k_start == q_start == sum(lengths[:sequence])
+            assert count == -(-k_length // 128)
+            found.append((sequence, row // 128))
+        assert sorted(found) == [(b, t) for b, length in enumerate(lengths) for t in range(-(-length // 128))]
 
     def test_what_is_deterministic_does_not_depend_on_the_device(self):
         from gdpa.backends.hopper import launch_backward as launch
@@ -290,7 +349,7 @@ class TestRelay:
         rounding: dict[int, list[int]] = {step: [] for step in range(steps)}
         own = {}  # (tile, step of the sequence): the tile's own step
         for tile in range(count):
-            start, code = kernels.find_causal(128 * tile, count, rotating, few, apart, True)
+            start, code = kernels.find_causal(128 * tile, queries, count, rotating, few, apart, True)
             assert start * 64 == tile * 128  # the first query that sees its first key
             for here in range(start, steps):
                 rank, there = kernels.causal_rank(128 * tile, count, here, rotating, apart)
@@ -318,12 +377,76 @@ class TestRelay:
     def test_causal_tiles_that_are_not_few_add_up_where_the_order_does_not_matter(self, kernels):
         for count in (1, 4, 5, 16):
             for tile in range(count):
-                _, code = kernels.find_causal(128 * tile, count, 132, 4, 1, False)
+                _, code = kernels.find_causal(128 * tile, 64, count, 132, 4, 1, False)
                 fates = {kernels.fate(code, done, True) for done in (1, 2, 3, 9)}
                 assert fates == ({(True, -1)} if count <= 4 else {(False, -1)})
 
+    @pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+    @pytest.mark.parametrize(
+        "offsets",
+        [
+            (0, 1, 129, 400, 400, 700),
+            (0, 100, 200),  # 700 rows belong to no sequence
+            (0, 0, 0),
+            (0, 100, 5000, 2**31 - 1),
+            (-7, 100, 200, 493),
+            (-(2**31), -5, 0, 493),
+            (0, 300, 100, 493),
+            (493, 493, 493, 493),
+            (493, 300, 100, 0),
+            (2**30, -(2**30), 12345678, -1),
+        ],
+    )
+    def test_every_causal_tile_has_a_step_and_keys_inside_the_buffer_whatever_the_offsets_hold(self, kernels, offsets, ordered):
+        """A tile of fewer steps than none would keep its program waiting for ever."""
+        from gdpa import schedule
+
+        rows, batch = 900, len(offsets) - 1
+        cu = torch.tensor(offsets, dtype=torch.int64)
+        records = schedule.records(cu, cu, batch, rows, rows, 128 if ordered else 256)
+        find_tile = TestPlan.find_tile(records.flatten().tolist())
+        for taken in range(int(records[0, 0]) * (1 if ordered else 2)):
+            _, _, k_start, k_length, row, q_start, q_length, count = find_tile(taken, 0, 0, 0, 0, 1, True, not ordered, False, True)
+            start, _ = kernels.find_causal(row, q_length, count, 132, 4, 1, ordered)
+            assert max(1, -(-q_length // 64)) - start >= 1
+            assert k_start >= 0 and k_start + k_length <= rows and q_start >= 0 and q_start + q_length <= rows
+            assert 0 <= row < max(k_length, 1)
+
+    @pytest.mark.parametrize("queries", [64, 129, 300, 512])
+    @pytest.mark.parametrize("programs", [1, 2, 5])
+    def test_by_tickets_nobody_waits_in_a_circle_whoever_is_late(self, kernels, programs, queries):
+        """Programs with tiles of a causal sequence in any order; each holds one ticket at a time, and waits for a first part, if not its
+        own, to be written."""
+        steps, count = -(-queries // 64), -(-queries // 128)
+        for seed in range(50):
+            draw = random.Random(seed)
+            work: list[list[int]] = [[] for _ in range(programs)]  # the steps of the sequence that each is to go through
+            for tile in draw.sample(range(count), count):
+                start, _ = kernels.find_causal(128 * tile, queries, count, 132, 4, 1, False)
+                draw.choice(work).extend(range(start, steps))
+            tickets, written = [0] * steps, [False] * steps
+            held: list[int | None] = [None] * programs
+            while any(work):
+                able = [i for i in range(programs) if work[i] and (not held[i] or written[work[i][0]])]
+                assert able, "programs wait for each other"
+                i = draw.choice(able)
+                here = work[i][0]
+                if held[i] is None:
+                    held[i] = tickets[here]
+                    tickets[here] += 1
+                else:
+                    written[here] |= held[i] == 0
+                    held[i] = None
+                    work[i].pop(0)
+            assert tickets == [kernels.causal_rank(0, count, here, 132, 1)[1] for here in range(steps)]
+
     def test_tiles_without_queries_are_alone(self, kernels):
         assert kernels.find_relay(128, 0, 4, 1, 132, 4, kernels.relay) == (0, 1, 0)
+        for ordered in (False, True):
+            for tile in range(9):
+                start, code = kernels.find_causal(128 * tile, 0, 9, 132, 4, 1, ordered)
+                assert start == 0  # they have one step, of zeros
+                assert kernels.fate(code, 1, True) == (True, -1)
 
 
 class TestUnattended:

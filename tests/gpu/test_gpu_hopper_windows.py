@@ -1,4 +1,4 @@
-"""Causal attention and windows on the hopper backend: the forward of its own, gradients by the portable kernels."""
+"""Causal attention and windows on the hopper backend: forwards, and gradients of its own or by the portable kernels."""
 
 from __future__ import annotations
 
@@ -116,16 +116,18 @@ class TestCausalGradients:
         case = make_case(form, q_lengths=lengths, **{**CAUSAL, **options})
         return case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q) if form == "packed" else case
 
+    @pytest.mark.parametrize("tail", [70, 700])
     @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "ordered"])
     @pytest.mark.parametrize("head_dim", [64, 128], ids="D={}".format)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-    def test_every_size(self, head_dim, dtype, deterministic):
+    def test_every_size(self, head_dim, dtype, deterministic, tail):
+        """Rows behind the last sequence fill a part of a tile, or several."""
         options = {
             "head_dim": head_dim,
             "dtype": dtype,
             "deterministic": deterministic,
             "out_scale": "per-sequence",
-            "tail": (70, 70),
+            "tail": (tail, tail),
         }
         check(self.case("packed", (0, 1, 63, 64, 65, 127, 128, 129, 1000, 5, 0, 191, 300, 513, 640, 641), **options), "hopper")
 

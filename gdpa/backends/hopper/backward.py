@@ -132,7 +132,7 @@ def key_producer(
         )
         steps = block_count(q_length) * GROUP
         if CAUSAL:
-            start, last_from = find_causal(row, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            start, last_from = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
             steps -= start
         else:
             start, _, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
@@ -198,7 +198,7 @@ def query_producer(
         all_steps = blocks * GROUP
         steps = all_steps  # of the tile
         if CAUSAL:
-            start, _ = find_causal(row, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            start, _ = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
             steps -= start
         else:
             start, _, _ = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
@@ -498,7 +498,7 @@ def backward_kernel(
     copy_layout: gl.constexpr = copy_desc.layout
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROWS], dtype)
     if HAS_LIST:
-        tiles = gl.load(records_ptr) * KV_HEADS
+        tiles = gl.load(records_ptr) * KV_HEADS * (2 if PAIRED else 1)
     keys = new_buffers(dtype, 2, TILE, D, k_layout)
     values = new_buffers(dtype, 2, KEYS, D, v_layout)  # one a consumer
     queries = new_buffers(dtype, 2, ROWS, D, q_layout)

@@ -97,10 +97,20 @@ LEAST_PAIRS = 4  # for each multiprocessor
 
 
 def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
-    """Whether one program takes both tiles of a sequence."""
-    dense = problem.key_side != "packed" and problem.query_side == "dense" and not problem.masked
+    """Whether one program takes both tiles of a sequence, or two tiles of a causal one."""
+    if problem.masked:
+        return is_folded(problem)
+    dense = problem.key_side != "packed" and problem.query_side == "dense"
     many = problem.batch * problem.kv_heads >= LEAST_PAIRS * multiprocessor_count
     return dense and many and TILE < problem.key_rows <= 2 * TILE and problem.query_rows * problem.group <= MOST_PAIRED_QUERIES
+
+
+def is_folded(problem: Problem) -> bool:
+    """Whether one program takes two tiles of a causal sequence that together have as many steps as any two: the first and the last, the
+    second and the last but one. Not where the order in which dQ is passed on is fixed; and a tile in the middle has nothing to go with it,
+    so not where the host knows that there is one."""
+    odd = problem.key_side != "packed" and -(-problem.key_rows // TILE) % 2 == 1
+    return problem.masked and not problem.deterministic and not odd
 
 
 # Tiles whose parts of dQ are rounded before they are added. With what dS's rounding costs, two have 1.2 times the error of the ideal
@@ -158,7 +168,7 @@ class Ready:
         self.lists_kind: tuple[schedule.Kind, schedule.Kind] | None = None
         self.zeros: partial.Zeros | None = None
         if True in packed:
-            records_kind = schedule.records_kind(*packed[::-1], problem.batch, *rows[::-1], TILE)
+            records_kind = schedule.records_kind(*packed[::-1], problem.batch, *rows[::-1], _listed(problem))
             self.lists_kind = records_kind, schedule.lists_kind(*packed, problem.batch, *rows, TILE, "neither")
             if self.dq is not None:
                 self.zeros = partial.Zeros(*packed, problem.batch, *rows, problem.heads * problem.head_dim)
@@ -396,23 +406,32 @@ def _pointers(
     """The tiles' records, the counters of the relay and the scales of the sequences; q stands for what is not read."""
     records, counters = q, q
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        records = schedule.records(cu_seqlens_k, cu_seqlens_q, problem.batch, problem.key_rows, problem.query_rows, TILE)
+        records = schedule.records(
+            cu_seqlens_k, cu_seqlens_q, problem.batch, problem.key_rows, problem.query_rows, _listed(problem)
+        )
     if way == RELAY:
         counters = q.new_zeros(_counter_count(problem), dtype=torch.int32)
     return records, counters, q if out_scale is None else plain_scales(out_scale)
 
 
 def _counter_count(problem: Problem) -> int:
-    """Of the relay: enough for each step of each head."""
+    """Of the relay: enough for each step of each head, and for tickets where it is causal."""
     rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
-    return (rows // STEP_ROWS + problem.batch + 2) * problem.heads
+    return (rows // STEP_ROWS + problem.batch + 2) * problem.heads * (2 if problem.masked else 1)
+
+
+def _listed(problem: Problem) -> int:
+    """Keys of an entry of the list: a tile's or two tiles'."""
+    return 2 * TILE if is_folded(problem) else TILE
 
 
 def _numbers(problem: Problem, multiprocessor_count: int) -> tuple[int | float, ...]:
     """The kernel's run-time numbers; the first is the most tiles there can be."""
-    tiles = schedule.tile_bound(problem.key_side == "packed", problem.batch, problem.key_rows, TILE) * problem.kv_heads
+    listed = _listed(problem)
+    entries = schedule.tile_bound(problem.key_side == "packed", problem.batch, problem.key_rows, listed)
+    tiles = entries * problem.kv_heads * (listed // TILE)
     rotating = min(multiprocessor_count, FEWEST_MULTIPROCESSORS) if problem.deterministic else multiprocessor_count
-    if is_paired(problem, multiprocessor_count):
+    if is_paired(problem, multiprocessor_count) and not problem.masked:
         rotating = 0
     k_tiles, few = -(-problem.key_rows // TILE), rounded_tiles(problem)
     return tiles, problem.query_rows, problem.key_rows, k_tiles, rotating, few, problem.scale, problem.out_scale

@@ -88,6 +88,28 @@ def count_up(counter):
 
 
 @gluon.jit
+def take_ticket(counter):
+    """Add one to a counter in global memory, by one thread of the calling warp; its value before, which all threads get."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred first;
+        .reg .b32 lane, ticket;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first atom.relaxed.gpu.global.add.u32 ticket, [$1], 1;
+        shfl.sync.idx.b32 $0, ticket, 0, 31, 0xffffffff;
+        }
+        """,
+        "=r,l",
+        [counter.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def look_at(counter):
     """The value of a counter in global memory."""
     return gl.inline_asm_elementwise(

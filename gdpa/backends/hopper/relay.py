@@ -20,6 +20,9 @@ Dense sequences of two tiles and few queries are PAIRED: one program takes both 
 
 CAUSAL tiles of a sequence differ in length, and their programs are not in step. More than `few` of them add to zeros in the copy and wait
 for nobody, unless results must be the same every time (find_causal); what the copy holds is rounded by a kernel of its own (partial.py).
+Of `few`, the one that comes first to a step stores, whichever it is: it has the first ticket. Programs take tickets in the order of their
+steps, and one that waits for a first part waits for a ticket taken before its own, whose program is at work on it or waits for an earlier
+one in turn: no two wait for each other, and one program may have several tiles of a sequence (tiles.find_tile).
 
 Shared queries have one dQ for all sequences. There each program adds to a sum of its own.
 
@@ -32,7 +35,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from gdpa.backends.hopper.compat import add_async, load_async, partition_barrier, reinterpret, store_async, store_wait
-from gdpa.backends.hopper.pipeline import RAGGED, arrive, await_count, count_up, join, look_at, see_what_was_counted, stores_done
+from gdpa.backends.hopper.pipeline import (
+    RAGGED,
+    arrive,
+    await_count,
+    count_up,
+    join,
+    look_at,
+    see_what_was_counted,
+    stores_done,
+    take_ticket,
+)
 from gdpa.backends.hopper.tiles import (
     DV_FACTOR,
     KEYS,
@@ -95,13 +108,16 @@ DIAGONAL: gl.constexpr = gl.constexpr(2)  # steps of a tile whose queries see a 
 
 
 @gluon.jit
-def find_causal(row, count, rotating, few, APART: gl.constexpr, ORDERED: gl.constexpr):
+def find_causal(row, q_length, count, rotating, few, APART: gl.constexpr, ORDERED: gl.constexpr):
     """(the tile's first step, its code) where queries see the keys up to their own, and are as many: tiles begin at their own first query.
 
     Tile t begins at step DIAGONAL * t, so the last tile that a step has comes to it first and the first one last, as where sequences turn;
     sequences that do not turn go the other way around. They differ in length, though, and programs that wait for each other lose more than
-    zeros before and a rounding after cost: only ORDERED do more than `few` tiles pass dQ on, else they add to zeros in the fp32 copy."""
-    number = row // TILE
+    zeros before and a rounding after cost: only ORDERED do more than `few` tiles pass dQ on, else they add to zeros in the fp32 copy.
+
+    Keys that belong to no sequence may fill several tiles without a query: each is like the first tile of a sequence that has no other."""
+    number = gl.where(q_length > 0, row // TILE, 0)
+    count = gl.where(q_length > 0, count, 1)
     rotates = count * APART <= rotating
     both = ROUNDED + COMES_BACK
     # The first tile is alone at its first two steps. Turning, it ends all others; else each tile ends its first two, and the last tile all.
@@ -249,6 +265,7 @@ def reducer(
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
     DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
+    BY_TICKET: gl.constexpr = DQ == RELAY and CAUSAL and not ORDERED
     if DQ == NONE:
         tiles = 0
     if WHO == 0 and tile_count(tiles, PAIRED) > 0:  # dQ of the tile that never was, the first in the stream
@@ -269,8 +286,10 @@ def reducer(
         all_steps = blocks * GROUP
         steps = all_steps  # of the tile
         if CAUSAL:
-            start, _ = find_causal(row, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            start, _ = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
             steps = all_steps - start
+            row = gl.where(q_length > 0, row, 0)  # as in find_causal
+            count = gl.where(q_length > 0, count, 1)
         else:
             start, first_until, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
         for step in range((index + WHO) & 1, steps, 2):
@@ -294,7 +313,7 @@ def reducer(
                 ends = step >= last_from  # no tile comes after this one
                 is_last = ends & (count > few)
                 comes_back = is_last & (first_until < steps)
-            counter = counters_ptr + (first_counter + block) * (KV_HEADS * GROUP) + q_head
+            counter = counters_ptr + ((first_counter + block) * (KV_HEADS * GROUP) + q_head) * (2 if BY_TICKET else 1)
             seen = 0
             if DQ == RELAY:
                 seen = look_at(counter)
@@ -307,7 +326,15 @@ def reducer(
                     mbarrier.wait(dv_left.index(which), taken & 1)
                 if DQ != RELAY or not comes_back:
                     mbarrier.arrive(dq_empty.index(which), count=1)
-            if DQ == RELAY:
+            if BY_TICKET:
+                ticket = tiles_here * 0
+                if passed_on & (tiles_here > 1):
+                    ticket = take_ticket(counter + 1)
+                    if seen < gl.minimum(ticket, 1):
+                        await_count(counter, 1)
+                is_first = passed_on & (ticket == 0)
+                ends = (not is_first) | (tiles_here == 1)  # nobody waits for this part
+            elif DQ == RELAY:
                 needed = 1
                 if ORDERED and CAUSAL:
                     needed = rank

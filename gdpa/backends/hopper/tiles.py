@@ -82,7 +82,10 @@ def find_tile(
     KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
-    its queries, its tiles). The heads of a tile follow one another in the numbers, or, TOGETHER, the tiles of a head."""
+    its queries, its tiles). The heads of a tile follow one another in the numbers, or, TOGETHER, the tiles of a head.
+
+    Two tiles with one number are PAIRED. Of CAUSAL ones, a sequence's number p has tile p and then tile p from the end, which together have
+    as many steps as any other two: so programs are equally busy. The tile in the middle is followed by one of nothing."""
     number = taken // 2 if PAIRED else taken
     number = gl.program_id(0) + number * gl.num_programs(0)
     head = number % KV_HEADS
@@ -90,7 +93,7 @@ def find_tile(
     if TOGETHER:
         head = number // k_tiles % KV_HEADS
         entry = number // (k_tiles * KV_HEADS) * k_tiles + number % k_tiles
-    if PAIRED:
+    if PAIRED and not CAUSAL:
         entry = entry * 2 + taken % 2
     if HAS_LIST:
         record = records_ptr + (entry + 1) * RECORD
@@ -102,15 +105,28 @@ def find_tile(
         sequence = gl.load(record + 5)
         count = gl.load(record + 6)
     else:
-        sequence = entry // k_tiles
-        row = (entry % k_tiles) * TILE
-        if CAUSAL:
+        entries = gl.cdiv(k_tiles, 2) if PAIRED and CAUSAL else k_tiles
+        sequence = entry // entries
+        row = (entry % entries) * TILE
+        if PAIRED and CAUSAL:
+            row *= 2
+        elif CAUSAL:
             row = ((entry + sequence) % k_tiles) * TILE  # keys that few queries see are not always the same program's
         k_start = sequence * k_rows
         k_length = k_rows
         q_start = sequence * q_rows
         q_length = q_rows
-        count = k_tiles
+        count = entries
+    if PAIRED and CAUSAL:
+        # As many tiles as the list has entries for: garbage offsets may claim more.
+        count = gl.minimum(gl.cdiv(k_length, TILE), 2 * count)
+        front = row // (2 * TILE)
+        back = count - 1 - front
+        row = gl.where(taken % 2 == 0, front, back) * TILE
+        if (taken % 2 == 1) & (front == back):
+            row = row * 0
+            k_length = k_length * 0
+            q_length = q_length * 0
     return head, sequence, k_start, k_length, row, q_start, q_length, count
 
 
