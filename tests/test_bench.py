@@ -22,7 +22,8 @@ QUICK = timing.Effort(seconds=0.01, least_rounds=2, most_rounds=2)
 SIZE = Size(batch=3, heads=2, dim=8)
 SELF, PMA, PFFN = (Case.named(name, SIZE) for name in ("self-20-jag", "pma-4x20-jag", "pffn-20x5-jag"))
 DENSE_SELF, DENSE_PFFN = (Case.named(name, SIZE) for name in ("self-6", "pffn-6x5"))
-EVERY = [SELF, PMA, PFFN, DENSE_SELF, DENSE_PFFN]
+CAUSAL, DENSE_CAUSAL = (Case.named(name, SIZE) for name in ("causal-20-jag", "causal-6"))
+EVERY = [SELF, PMA, PFFN, DENSE_SELF, DENSE_PFFN, CAUSAL, DENSE_CAUSAL]
 CASES = pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 
 
@@ -51,7 +52,7 @@ def test_the_full_suite_is_the_published_list():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*FULL, *SUITES["quick"], "self-7-power", "pma-3x9"])
+@pytest.mark.parametrize("name", [*FULL, *SUITES["quick"], *SUITES["causal"], "self-7-power", "pma-3x9"])
 def test_a_name_and_its_case_go_both_ways(name):
     assert Case.named(name, SIZE).name == name
 
@@ -92,7 +93,17 @@ def test_dense_cases_are_dense_tensors_and_the_others_packed():
         ("packed", "dense"),
         ("dense", "dense"),
         ("dense", "dense"),
+        ("packed", "packed"),
+        ("dense", "dense"),
     ]
+    assert [p.window for p in sides.values()] == [(-1, -1)] * 5 + [(-1, 0)] * 2
+
+
+def test_sequences_that_attend_to_themselves_share_one_tensor_of_offsets():
+    """By that the hopper backend knows that its own kernels may compute causal gradients."""
+    for case in (SELF, CAUSAL):
+        inputs = build(case, "gelu", torch.float32, CPU).inputs
+        assert inputs.cu_seqlens_q is inputs.cu_seqlens_k
 
 
 # Counting: lengths 2, 0 and 3 in a batch of three; two heads of dimension 8; four bytes an element.
@@ -100,7 +111,15 @@ def test_dense_cases_are_dense_tensors_and_the_others_packed():
 
 @pytest.mark.parametrize(
     ("case", "pairs"),
-    [(SELF, 4 + 0 + 9), (PMA, 4 * 5), (PFFN, 5 * 5), (DENSE_SELF, 3 * 36), (DENSE_PFFN, 3 * 6 * 5)],
+    [
+        (SELF, 4 + 0 + 9),
+        (PMA, 4 * 5),
+        (PFFN, 5 * 5),
+        (DENSE_SELF, 3 * 36),
+        (DENSE_PFFN, 3 * 6 * 5),
+        (CAUSAL, 3 + 0 + 6),
+        (DENSE_CAUSAL, 3 * 21),
+    ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
 def test_flops_count_the_allowed_pairs(monkeypatch, case, pairs):

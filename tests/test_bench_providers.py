@@ -18,7 +18,8 @@ from gdpa.numerics import Results
 
 CPU = torch.device("cpu")
 SIZE = Size(batch=4, heads=2, dim=8)
-NAMES = ("self-20-jag", "self-30-tail", "pma-4x20-jag", "pffn-20x5-jag", "self-6", "pffn-6x5")
+UNMASKED = ("self-20-jag", "self-30-tail", "pma-4x20-jag", "pffn-20x5-jag", "self-6", "pffn-6x5")
+NAMES = (*UNMASKED, "causal-20-jag", "causal-30-tail", "causal-6")
 EVERY = pytest.mark.parametrize("name", NAMES)
 
 
@@ -38,13 +39,17 @@ def sequences(q, k, v, cu_q, cu_k):
         yield (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
 
 
-def packed_softmax(q, k, v, cu_q, cu_k):
-    parts = [F.scaled_dot_product_attention(*parts).transpose(0, 1) for parts in sequences(q, k, v, cu_q, cu_k)]
+def packed_softmax(q, k, v, cu_q, cu_k, causal=False):
+    parts = [F.scaled_dot_product_attention(*x, is_causal=causal).transpose(0, 1) for x in sequences(q, k, v, cu_q, cu_k)]
     return torch.cat(parts)
 
 
-def packed_activation(f, scale, q, k, v, cu_q, cu_k):
-    return torch.cat([(f(scale * (a @ b.mT)) @ c).transpose(0, 1) for a, b, c in sequences(q, k, v, cu_q, cu_k)])
+def packed_activation(f, scale, q, k, v, cu_q, cu_k, causal=False):
+    parts = []
+    for a, b, c in sequences(q, k, v, cu_q, cu_k):
+        p = f(scale * (a @ b.mT))
+        parts.append(((p.tril() if causal else p) @ c).transpose(0, 1))
+    return torch.cat(parts)
 
 
 def install(monkeypatch, module, **functions):
@@ -80,10 +85,11 @@ def assert_passes(provider, workload):
 def test_the_softmax_oracle_is_torchs_softmax_attention(name):
     workload = workload_of(name)
     q, k, v = workload.inputs[:3]
-    exact = softmax.attend(workload.inputs, workload.problem.scale, workload.d_out, torch.float64, torch.float32, rounded=False)
+    scale, causal = workload.problem.scale, workload.case.causal
+    exact = softmax.attend(workload.inputs, scale, causal, workload.d_out, torch.float64, torch.float32, rounded=False)
     packed = softmax.Packed(workload)
     leaves = [x.detach().double().requires_grad_() for x in packed.leaves()]
-    out = packed_softmax(*leaves, *packed.offsets())
+    out = packed_softmax(*leaves, *packed.offsets(), causal)
     d_out = workload.d_out.double().reshape(out.shape)
     expected = packed.collect(Results(out, *torch.autograd.grad(out, leaves, d_out)))
     for mine, torchs in zip(exact, expected, strict=True):
@@ -93,7 +99,7 @@ def test_the_softmax_oracle_is_torchs_softmax_attention(name):
     assert exact.dv.shape == v.shape
 
 
-@pytest.mark.parametrize("name", ["self-6", "pffn-6x5"])
+@pytest.mark.parametrize("name", ["self-6", "pffn-6x5", "causal-6"])
 def test_sdpa_is_judged_as_softmax_on_dense_batches(monkeypatch, name):
     monkeypatch.setattr(softmax.Cudnn, "backend", SDPBackend.MATH)
     assert_passes(admit(monkeypatch, softmax.Cudnn()), workload_of(name))
@@ -102,22 +108,38 @@ def test_sdpa_is_judged_as_softmax_on_dense_batches(monkeypatch, name):
 def test_a_softmax_that_is_wrong_has_a_red_gate(monkeypatch):
     provider = admit(monkeypatch, softmax.Flash())
     monkeypatch.setattr(softmax.Flash, "backend", SDPBackend.MATH)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v: 1.01 * torch.softmax(q @ k.mT / 8**0.5, -1) @ v)
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, is_causal: 1.01 * torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+    )
     entry = gate.enter(provider, workload_of("self-6"), gradients=True)
     assert [verdict.name for verdict in entry.wrong("both")] == list(Results._fields)
 
 
+def test_a_softmax_that_sees_later_keys_has_a_red_gate(monkeypatch):
+    provider = admit(monkeypatch, softmax.Flash())
+    monkeypatch.setattr(softmax.Flash, "backend", SDPBackend.MATH)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, is_causal: torch.softmax(q @ k.mT / 8**0.5, -1) @ v)
+    assert not gate.enter(provider, workload_of("self-6"), gradients=True).wrong("both")
+    entry = gate.enter(provider, workload_of("causal-6"), gradients=True)
+    assert [verdict.name for verdict in entry.wrong("both")] == list(Results._fields)
+
+
 @EVERY
-def test_varlen_takes_every_case_with_offsets_on_both_sides(monkeypatch, name):
+@pytest.mark.parametrize("release", ["window_size", "is_causal"])
+def test_varlen_takes_every_case_with_offsets_on_both_sides(monkeypatch, name, release):
     import torch.nn.attention.varlen
 
     seen = []
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
         seen.append((query.dim(), cu_seq_q.dtype, max_q, max_k))
-        return packed_softmax(query, key, value, cu_seq_q, cu_seq_k)
+        assert window_size in ((-1, -1), (-1, 0))
+        return packed_softmax(query, key, value, cu_seq_q, cu_seq_k, window_size == (-1, 0))
 
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    def earlier(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, 0 if is_causal else -1))
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn if release == "window_size" else earlier)
     workload = workload_of(name)
     assert_passes(admit(monkeypatch, softmax.Varlen()), workload)
     assert seen[0] == (3, torch.int32, *workload.longest)
@@ -159,12 +181,12 @@ def test_a_library_that_does_not_load_says_why(monkeypatch):
 def test_flash_attention_is_called_by_its_names(monkeypatch, name, provider, module, max_seqlen):
     workload = workload_of(name)
 
-    def without(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
-        return packed_softmax(q, k, v, cu_seqlens_q, cu_seqlens_k), None  # the second is the logsumexp
+    def without(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, causal=False):
+        return packed_softmax(q, k, v, cu_seqlens_q, cu_seqlens_k, causal), None  # the second is the logsumexp
 
-    def with_(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None):
+    def with_(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
         assert (max_seqlen_q, max_seqlen_k) == workload.longest
-        return packed_softmax(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        return packed_softmax(q, k, v, cu_seqlens_q, cu_seqlens_k, causal)
 
     install(monkeypatch, module, flash_attn_varlen_func=with_ if max_seqlen else without)
     assert_passes(admit(monkeypatch, providers.by_name(provider)), workload)
@@ -175,9 +197,9 @@ def test_hstu_divides_by_its_longest_sequence(monkeypatch, name):
     workload = workload_of(name)
 
     def cuda_hstu_mha(max_seq_len, alpha, q, k, v, seq_offsets, causal, max_q_len=0, seq_offsets_q=None):
-        assert causal is False
+        assert causal is workload.case.causal
         q_offsets = seq_offsets if seq_offsets_q is None else seq_offsets_q
-        return packed_activation(F.silu, alpha, q, k, v, q_offsets, seq_offsets) / max_seq_len
+        return packed_activation(F.silu, alpha, q, k, v, q_offsets, seq_offsets, causal) / max_seq_len
 
     install(monkeypatch, external.Hstu.module, cuda_hstu_mha=cuda_hstu_mha)
     assert_passes(admit(monkeypatch, external.Hstu()), workload)
@@ -195,7 +217,7 @@ def test_hstu_says_what_it_does_not_compute(monkeypatch, name, activation, reaso
     assert external.Hstu().reason_against(workload_of(name, activation), True) == reason
 
 
-@EVERY
+@pytest.mark.parametrize("name", UNMASKED)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
 def test_metas_kernel_is_judged_without_a_scale_on_the_scores(monkeypatch, name, activation):
     functions = {"fast_gelu": lambda s: F.gelu(s, approximate="tanh"), "relu_square": lambda s: F.relu(s) ** 2}
@@ -207,9 +229,10 @@ def test_metas_kernel_is_judged_without_a_scale_on_the_scores(monkeypatch, name,
     assert_passes(admit(monkeypatch, external.MetaTriton()), workload_of(name, activation))
 
 
-def test_metas_kernel_says_which_activation_it_lacks(monkeypatch):
+def test_metas_kernel_says_what_it_lacks(monkeypatch):
     install(monkeypatch, external.MetaTriton.modules[0], generalized_dot_product_attention=lambda q: q)
     assert external.MetaTriton().reason_against(workload_of("self-6", "exp"), True) == "has no exp"
+    assert external.MetaTriton().reason_against(workload_of("causal-6"), True) == "has no causal mask"
 
 
 # Plain PyTorch

@@ -140,8 +140,10 @@ def test_a_kernel_compiles_under_the_other_name(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     provider = f"{versions.version(str(ROOT)).package}-hopper"
-    facts = {"form": "packed", "activation": "silu", "dim": 64, "heads": 2, "dtype": "bfloat16", "arch": 90, "backward": False}
-    process = warm._start(f"gdpa-hopper@{ROOT}", json.dumps({"provider": provider, **facts, "keys": 0}))
+    facts = {"form": "packed", "activation": "silu", "dim": 64, "heads": 2, "dtype": "bfloat16", "arch": 90}
+    process = warm._start(
+        f"gdpa-hopper@{ROOT}", json.dumps({"provider": provider, **facts, "backward": False, "causal": True, "keys": 0})
+    )
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert list((tmp_path / "TRITON_CACHE_DIR").rglob("*.cubin"))

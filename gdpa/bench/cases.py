@@ -1,6 +1,7 @@
 """What is computed: cases by name, their data, and how much work they are.
 
     self-L        every sequence attends to itself, L rows
+    causal-L      the same, each row to those up to itself
     pffn-LxF      personalised feed-forward: L queries attend to the sequence's own F generated keys and values
     pma-SxL       pooling: S learned seeds, shared by the batch, attend to a sequence of L rows
 
@@ -30,12 +31,12 @@ from gdpa.jagged import offsets_from_lengths
 from gdpa.numerics import Inputs
 from gdpa.problem import Problem, describe, row_ranges
 
-Kind = Literal["self", "pffn", "pma"]
+Kind = Literal["self", "causal", "pffn", "pma"]
 Mode = Literal["forward", "backward", "both"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 SUFFIXES = {"": "dense", "-jag": "uniform", "-tail": "lognormal", "-power": "power-law"}
-_NAME = re.compile(rf"(self)-(\d+)({'|'.join(SUFFIXES)})|(pffn|pma)-(\d+)x(\d+)({'|'.join(SUFFIXES)})")
+_NAME = re.compile(rf"(self|causal)-(\d+)({'|'.join(SUFFIXES)})|(pffn|pma)-(\d+)x(\d+)({'|'.join(SUFFIXES)})")
 
 FULL = (
     "self-256",
@@ -53,8 +54,18 @@ FULL = (
     "pffn-2048x2048-jag",
     "pma-32x2048-jag",
 )
+CAUSAL = (
+    "causal-256",
+    "causal-512",
+    "causal-1024",
+    "causal-2048",
+    "causal-512-jag",
+    "causal-2048-jag",
+    "causal-1024-tail",
+)
 SUITES = {
     "full": FULL,
+    "causal": CAUSAL,
     "production": ("self-512-jag", "pma-32x2048-jag", "pffn-1024x256-jag"),
     "quick": ("self-512-jag", "pma-32x1024-jag", "pffn-512x256-jag", "self-256"),
 }
@@ -92,28 +103,37 @@ class Case:
         """The case of this name; any sizes may stand in it, so that a user's own shape can be measured."""
         match = _NAME.fullmatch(name)
         if match is None:
-            close = difflib.get_close_matches(name, FULL, n=3, cutoff=0.4)
+            close = difflib.get_close_matches(name, (*FULL, *CAUSAL), n=3, cutoff=0.4)
             hint = f"; nearest: {', '.join(close)}" if close else ""
             raise GdpaError(
-                f"--case: expected a name like self-512, pffn-1024x256 or pma-32x2048, with -jag, -tail or -power where lengths "
-                f"vary (gdpa bench --list), got {name!r}{hint}"
+                f"--case: expected a name like self-512, causal-512, pffn-1024x256 or pma-32x2048, with -jag, -tail or -power where "
+                f"lengths vary (gdpa bench --list), got {name!r}{hint}"
             )
         kind: Kind
         if match[1]:
-            kind, length, fixed, suffix = "self", int(match[2]), 0, match[3]
+            kind, length, fixed, suffix = "self" if match[1] == "self" else "causal", int(match[2]), 0, match[3]
         elif match[4] == "pffn":
             kind, length, fixed, suffix = "pffn", int(match[5]), int(match[6]), match[7]
         else:
             kind, length, fixed, suffix = "pma", int(match[6]), int(match[5]), match[7]
-        if length < 1 or (kind != "self" and fixed < 1):
+        if length < 1 or (kind in ("pffn", "pma") and fixed < 1):
             raise GdpaError(f"--case: expected at least one row on either side, got {name!r}")
         return cls(kind, size.batch, size.heads, size.dim, length, fixed, SUFFIXES[suffix], size.seed)
 
     @property
     def name(self) -> str:
-        sizes = {"self": f"{self.length}", "pma": f"{self.fixed}x{self.length}", "pffn": f"{self.length}x{self.fixed}"}
+        sizes = {"pma": f"{self.fixed}x{self.length}", "pffn": f"{self.length}x{self.fixed}"}
         suffix = next(suffix for suffix, lengths in SUFFIXES.items() if lengths == self.lengths)
-        return f"{self.kind}-{sizes[self.kind]}{suffix}"
+        return f"{self.kind}-{sizes.get(self.kind, self.length)}{suffix}"
+
+    @property
+    def causal(self) -> bool:
+        return self.kind == "causal"
+
+    @property
+    def of_itself(self) -> bool:
+        """Whether sequences attend to themselves: queries and keys share their rows."""
+        return self.kind in ("self", "causal")
 
     @property
     def dense(self) -> bool:
@@ -129,10 +149,14 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs over the batch."""
-        if self.kind == "self":
-            return int((self.drawn * self.drawn).sum())
-        return int(self.drawn.sum()) * self.fixed
+        """Allowed (query, key) pairs over the batch."""
+        return int((self.drawn * (self.drawn + 1) // 2).sum()) if self.causal else self.scores
+
+    @property
+    def scores(self) -> int:
+        """Pairs over the batch, allowed or not: what there is of scores where they are all computed."""
+        rows = self.drawn
+        return int((rows * rows).sum()) if self.of_itself else int(rows.sum()) * self.fixed
 
     def flops(self, mode: Mode) -> int:
         """Two products forward, five backward: S again, dP, dQ, dK, dV. D = Dv here, so 2.5 times the forward's."""
@@ -147,6 +171,7 @@ class Case:
         rows = int(self.drawn.sum())
         queries, keys, outputs = {
             "self": (rows, rows, rows),
+            "causal": (rows, rows, rows),
             "pffn": (rows, self.batch * self.fixed, rows),
             "pma": (self.fixed, rows, self.batch * self.fixed),
         }[self.kind]
@@ -204,7 +229,7 @@ class Workload:
 
     def with_activation(self, activation: str) -> Workload:
         """The same tensors under another activation."""
-        return replace(self, activation=activation, problem=problem_of(self.inputs, activation))
+        return replace(self, activation=activation, problem=problem_of(self.inputs, activation, self.case.causal))
 
 
 def build(case: Case, activation: str, dtype: torch.dtype, device: torch.device) -> Workload:
@@ -218,17 +243,17 @@ def build(case: Case, activation: str, dtype: torch.dtype, device: torch.device)
     varying = (case.batch, case.length) if case.dense else (rows,)
     offsets = None if case.dense else offsets_from_lengths(case.drawn).to(device)
     fixed = (case.batch, case.fixed)
-    if case.kind == "self":
+    if case.of_itself:
         inputs = Inputs(normal(*varying), normal(*varying), normal(*varying), offsets, offsets)
     elif case.kind == "pffn":
         inputs = Inputs(normal(*varying), normal(*fixed), normal(*fixed), offsets, None)
     else:
         inputs = Inputs(normal(case.fixed), normal(rows), normal(rows), None, offsets)
     d_out = normal(*(fixed if case.kind == "pma" else varying))
-    return Workload(case, activation, problem_of(inputs, activation), inputs, d_out)
+    return Workload(case, activation, problem_of(inputs, activation, case.causal), inputs, d_out)
 
 
-def problem_of(inputs: Inputs, activation: str) -> Problem:
+def problem_of(inputs: Inputs, activation: str, causal: bool = False) -> Problem:
     keys = list(resolve(activation, inputs.q.shape[-2]))
     q, k, v, cu_seqlens_q, cu_seqlens_k, _ = inputs
-    return describe(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, keys, None, 1.0, (-1, -1), False)
+    return describe(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, keys, None, 1.0, (-1, 0) if causal else (-1, -1), False)

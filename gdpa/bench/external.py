@@ -72,7 +72,8 @@ class FlashAttention(Softmax):
         # FlashAttention 4's early releases take no max_seqlen.
         lengths = accepted(found, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
         lengths |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        return packed.call(leaves, lambda: first(found(*leaves, **lengths)))
+        causal = {"causal": True} if workload.case.causal else {}
+        return packed.call(leaves, lambda: first(found(*leaves, **lengths, **causal)))
 
 
 class FlashAttention3(FlashAttention):
@@ -86,7 +87,7 @@ class FlashAttention4(FlashAttention):
 
 
 class Hstu(Provider):
-    """generative_recommenders' CUTLASS operator. (Its Triton kernel is causal only, which no case is.)"""
+    """generative_recommenders' CUTLASS operator."""
 
     name = "hstu"
     note = "divides by its max_seq_len"
@@ -100,7 +101,7 @@ class Hstu(Provider):
             return "computes SiLU only"
         if workload.problem.device.type != "cuda":
             return "runs on a CUDA device only"
-        if workload.case.kind != "self" and "seq_offsets_q" not in inspect.signature(found).parameters:
+        if not workload.case.of_itself and "seq_offsets_q" not in inspect.signature(found).parameters:
             return "this release takes one offsets tensor for both sides"
         return None
 
@@ -111,14 +112,15 @@ class Hstu(Provider):
         leaves = packed.leaves()
         q_offsets, k_offsets = packed.offsets()
         longest_q, longest_k = workload.longest
-        arguments: dict[str, Any] = {"seq_offsets": k_offsets, "causal": False}
-        if workload.case.kind != "self":
+        arguments: dict[str, Any] = {"seq_offsets": k_offsets, "causal": workload.case.causal}
+        if not workload.case.of_itself:
             arguments |= {"max_q_len": longest_q, "seq_offsets_q": q_offsets}
         scale = workload.problem.scale
         return packed.call(leaves, lambda: first(found(longest_k, scale, *leaves, **arguments)))
 
     def judge(self, workload: Workload, inputs: Inputs, d_out: Tensor | None, results: Results) -> list[Verdict]:
-        problem = replace(problem_of(inputs, workload.activation), out_scale=1 / workload.longest[1])
+        problem = problem_of(inputs, workload.activation, workload.case.causal)
+        problem = replace(problem, out_scale=1 / workload.longest[1])
         return judge(problem, inputs, d_out, results)
 
 
@@ -151,6 +153,8 @@ class MetaTriton(Provider):
             return found
         if workload.activation not in META_ACTIVATIONS:
             return f"has no {workload.activation}"
+        if workload.case.causal:
+            return "has no causal mask"
         if workload.problem.device.type != "cuda":
             return "runs on a CUDA device only"
         return None

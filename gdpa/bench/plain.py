@@ -81,7 +81,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Eager(Provider):
-    """f(scale * q @ k^T) @ v with a mask over the padded keys."""
+    """f(scale * q @ k^T) @ v with a mask over the padded keys, and those that are later than the query."""
 
     name = "eager"
 
@@ -95,15 +95,19 @@ class Eager(Provider):
         f = FUNCTIONS[workload.activation]
         padded = Padded(workload)
         q, k, v = padded.leaves()
-        padding = None
+        masked: Tensor | None = None
+        rows = torch.arange(k.shape[-2], device=k.device)
         if inputs.cu_seqlens_k is not None:
-            padding = (torch.arange(k.shape[-2], device=k.device) >= inputs.cu_seqlens_k.diff()[:, None])[:, None, None, :]
+            masked = (rows >= inputs.cu_seqlens_k.diff()[:, None])[:, None, None, :]
+        if workload.case.causal:
+            later = rows > rows[:, None]  # queries and keys are padded alike
+            masked = later if masked is None else masked | later
 
         def forward() -> Tensor:
             s = problem.scale * (q @ k.transpose(-1, -2))
             p = f(s)
-            if padding is not None:
-                p = p.masked_fill(padding, 0)
+            if masked is not None:
+                p = p.masked_fill(masked, 0)
             return p @ v
 
         return padded.call((q, k, v), forward)
@@ -158,8 +162,8 @@ class Flex(Provider):
         leaves = padded.leaves()
         log_f = LOGARITHMS[workload.activation]
         batch, on_gpu = workload.problem.batch, workload.problem.device.type == "cuda"
-        mask = None
-        if inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None:
+        mask, causal = None, workload.case.causal
+        if causal or inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None:
             q_len, k_len = workload.longest
             device = workload.problem.device
             queries, keys = (
@@ -167,7 +171,7 @@ class Flex(Provider):
             )
 
             def inside(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-                return (row < queries[b]) & (column < keys[b])
+                return (row < queries[b]) & (column < (torch.minimum(keys[b], row + 1) if causal else keys[b]))
 
             mask = create_block_mask(inside, batch, None, q_len, k_len, device=device)
 

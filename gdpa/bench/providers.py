@@ -95,7 +95,7 @@ class Provider:
 
     def judge(self, workload: Workload, inputs: Inputs, d_out: Tensor | None, results: Results) -> list[Verdict]:
         """Hold results on some sequences of the workload, `inputs`, against the float64 oracle of what this provider computes."""
-        return judge(problem_of(inputs, workload.activation), inputs, d_out, results)
+        return judge(problem_of(inputs, workload.activation, workload.case.causal), inputs, d_out, results)
 
 
 class Gdpa(Provider):
@@ -114,7 +114,7 @@ class Gdpa(Provider):
         reason = self._refusal(workload)
         if reason is None and self.backend == "reference":
             wide = torch.promote_types(workload.problem.dtype, torch.float32)
-            reason = lacks_memory(workload, workload.case.pairs, wide, gradients)
+            reason = lacks_memory(workload, workload.case.scores, wide, gradients)
         return reason
 
     def _refusal(self, workload: Workload) -> str | None:
@@ -125,15 +125,16 @@ class Gdpa(Provider):
 
     def prepare(self, workload: Workload) -> Call:
         inputs, activation = workload.inputs, workload.activation
+        options = {"causal": workload.case.causal, "backend": self.backend}
         q, k, v = as_leaves(inputs.q, inputs.k, inputs.v)
 
         def dense() -> Tensor:
-            out: Tensor = self.package.attention(q, k, v, activation, backend=self.backend)
+            out: Tensor = self.package.attention(q, k, v, activation, **options)
             return out
 
         def jagged() -> Tensor:
             offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-            out: Tensor = self.package.attention_varlen(q, k, v, *offsets, activation=activation, backend=self.backend)
+            out: Tensor = self.package.attention_varlen(q, k, v, *offsets, activation=activation, **options)
             return out
 
         return Call((q, k, v), dense if workload.case.dense else jagged)

@@ -1,14 +1,16 @@
 """Softmax attention as a yardstick of speed: what torch itself carries, and the float64 oracle those are judged against.
 
-    P = softmax(scale * Q K^T) over the sequence's keys        O = P V
+    P = softmax(scale * Q K^T) over the keys that a query sees        O = P V
 
 It is not what gdpa computes: it does more work per score (a maximum, a sum, a division) and the same products.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gdpa.bench.cases import Workload
 from gdpa.bench.providers import Call, Provider, as_leaves
 from gdpa.numerics import Inputs, Results, Verdict, verdict_on
-from gdpa.problem import row_ranges
+from gdpa.problem import row_ranges, window_mask
 
 
 def judge_softmax(workload: Workload, inputs: Inputs, d_out: Tensor | None, results: Results) -> list[Verdict]:
     """Hold results to twice the error of the ideal fused computation, as gdpa.numerics does for gdpa's own function."""
-    exact = attend(inputs, workload.problem.scale, d_out, torch.float64, inputs.q.dtype, rounded=False)
-    ideal = attend(inputs, workload.problem.scale, d_out, torch.float32, inputs.q.dtype, rounded=True)
+    scale, causal, dtype = workload.problem.scale, workload.case.causal, inputs.q.dtype
+    exact = attend(inputs, scale, causal, d_out, torch.float64, dtype, rounded=False)
+    ideal = attend(inputs, scale, causal, d_out, torch.float32, dtype, rounded=True)
     named = zip(Results._fields, results, exact, ideal, strict=True)
     return [
         verdict_on(name, x, right, [best])
@@ -32,7 +35,9 @@ def judge_softmax(workload: Workload, inputs: Inputs, d_out: Tensor | None, resu
     ]
 
 
-def attend(inputs: Inputs, scale: float, d_out: Tensor | None, wide: torch.dtype, dtype: torch.dtype, rounded: bool) -> Results:
+def attend(
+    inputs: Inputs, scale: float, causal: bool, d_out: Tensor | None, wide: torch.dtype, dtype: torch.dtype, rounded: bool
+) -> Results:
     """The output and, where `d_out` is given, the gradients, one sequence at a time, in `wide`.
 
     `rounded` gives the ideal fused computation in `dtype`: P and dS rounded to it, sums in `wide`, each result rounded once.
@@ -56,7 +61,10 @@ def attend(inputs: Inputs, scale: float, d_out: Tensor | None, wide: torch.dtype
         if q_rows[b][1] == 0 or k_rows[b][1] == 0:
             continue
         q_b, k_b, v_b = (rows(x, b, r).to(wide).transpose(0, 1) for x, r in ((q, q_rows), (k, k_rows), (v, k_rows)))  # [H, S, D]
-        p = torch.softmax(scale * (q_b @ k_b.mT), dim=-1)
+        s = scale * (q_b @ k_b.mT)
+        if causal:
+            s = s.masked_fill(window_mask(s.shape[-2], s.shape[-1], (-1, 0), s.device).logical_not(), -torch.inf)
+        p = torch.softmax(s, dim=-1)
         o = once(p) @ v_b
         rows(out, b, q_rows).copy_(o.transpose(0, 1))
         if d_out is None:
@@ -101,7 +109,8 @@ class Sdpa(Softmax):
         def forward() -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in leaves)
             with sdpa_kernel(self.backend):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=workload.case.causal)
+                return out.transpose(1, 2)
 
         return Call(leaves, forward)
 
@@ -177,9 +186,13 @@ class Varlen(Softmax):
         leaves = packed.leaves()
         cu_q, cu_k = packed.offsets()
         max_q, max_k = workload.longest
+        options: dict[str, Any] = {}
+        if workload.case.causal:  # said in another way by earlier releases
+            known = inspect.signature(varlen_attn).parameters
+            options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
 
         def forward() -> Tensor:
-            out = varlen_attn(*leaves, cu_q, cu_k, max_q, max_k)
+            out = varlen_attn(*leaves, cu_q, cu_k, max_q, max_k, **options)
             assert isinstance(out, Tensor)
             return out
 

@@ -157,6 +157,7 @@ def list_cases(cases: Iterable[Case], itemsize: int) -> Table:
         varying = {"dense": f"{case.length}"}.get(case.lengths, f"{case.lengths} to {case.length}")
         queries, keys = {
             "self": (varying, "the same"),
+            "causal": (varying, "up to the query"),
             "pffn": (varying, f"{case.fixed} each"),
             "pma": (f"{case.fixed} shared", varying),
         }[case.kind]

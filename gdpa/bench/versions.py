@@ -61,7 +61,8 @@ class Elsewhere(Gdpa):
         """By its public functions: what lies behind them may be another's than this version's."""
         q, k, v, *offsets = workload.inputs[:5]
         try:
-            self.package.explain(q, k, v, *offsets, activation=workload.activation, backend=self.backend)
+            options = {"activation": workload.activation, "causal": workload.case.causal, "backend": self.backend}
+            self.package.explain(q, k, v, *offsets, **options)
         except (self.package.BackendUnavailable, self.package.UnsupportedActivation) as error:
             return str(error)
         return None

@@ -63,6 +63,7 @@ def compile_kernels(
                     "dtype": str(dtype).removeprefix("torch."),
                     "arch": 10 * capability[0] + capability[1],
                     "backward": backward,
+                    "causal": case.causal,
                     # The hopper backward's way depends on how many keys dense sequences have.
                     "keys": keys_of(case) if backward else 0,
                 }
@@ -119,15 +120,17 @@ def main() -> None:
     keys, dtype = tuple(resolve(request["activation"], request["heads"])), getattr(torch, request["dtype"])
     launcher = importlib.import_module(LAUNCHERS[request["provider"]])
     dim, heads, arch, form = request["dim"], request["heads"], request["arch"], request["form"]
+    causal = request["causal"]
+    window = (-1, 0) if causal else (-1, -1)
     if request["provider"] == "gdpa-hopper":
         if request["backward"]:
             launcher = importlib.import_module("gdpa.backends.hopper.launch_backward")
-            launcher.compile_backward(keys, dim, dtype, 1, form, heads, request["keys"] or 256)
+            launcher.compile_backward(keys, dim, dtype, 1, form, heads, request["keys"] or 256, window=window)
         else:
-            launcher.compile_forward(keys, dim, dtype, 1, form, heads)
+            launcher.compile_forward(keys, dim, dtype, 1, form, heads, window=window)
         return
     with launcher.target_architecture(arch):
-        for launch in launcher.plans(keys, dim, dim, dtype, False, 1, arch, form, heads):
+        for launch in launcher.plans(keys, dim, dim, dtype, causal, 1, arch, form, heads):
             launch.compile()
 
 

@@ -107,8 +107,10 @@ def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
 
 def is_folded(problem: Problem) -> bool:
     """Whether one program takes two tiles of a causal sequence that together have as many steps as any two: the first and the last, the
-    second and the last but one. Not where the order in which dQ is passed on is fixed; and a tile in the middle has nothing to go with it,
-    so not where the host knows that there is one."""
+    second and the last but one. On an H200, silu, in TFLOP/s: 2048 keys 447 -> 488, packed lengths to 2048 319 -> 411.
+
+    Not where the order in which dQ is passed on is fixed; and a tile in the middle has nothing to go with it, so not where the host knows
+    that there is one."""
     odd = problem.key_side != "packed" and -(-problem.key_rows // TILE) % 2 == 1
     return problem.masked and not problem.deterministic and not odd
 
