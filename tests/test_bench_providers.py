@@ -86,7 +86,7 @@ def test_the_softmax_oracle_is_torchs_softmax_attention(name):
     workload = workload_of(name)
     q, k, v = workload.inputs[:3]
     scale, causal = workload.problem.scale, workload.case.causal
-    exact = softmax.attend(workload.inputs, scale, causal, workload.d_out, torch.float64, torch.float32, rounded=False)
+    exact = softmax.attend(workload.inputs, scale, workload.d_out, torch.float64, torch.float32, rounded=False, causal=causal)
     packed = softmax.Packed(workload)
     leaves = [x.detach().double().requires_grad_() for x in packed.leaves()]
     out = packed_softmax(*leaves, *packed.offsets(), causal)

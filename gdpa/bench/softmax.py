@@ -25,8 +25,8 @@ from gdpa.problem import row_ranges, window_mask
 def judge_softmax(workload: Workload, inputs: Inputs, d_out: Tensor | None, results: Results) -> list[Verdict]:
     """Hold results to twice the error of the ideal fused computation, as gdpa.numerics does for gdpa's own function."""
     scale, causal, dtype = workload.problem.scale, workload.case.causal, inputs.q.dtype
-    exact = attend(inputs, scale, causal, d_out, torch.float64, dtype, rounded=False)
-    ideal = attend(inputs, scale, causal, d_out, torch.float32, dtype, rounded=True)
+    exact = attend(inputs, scale, d_out, torch.float64, dtype, rounded=False, causal=causal)
+    ideal = attend(inputs, scale, d_out, torch.float32, dtype, rounded=True, causal=causal)
     named = zip(Results._fields, results, exact, ideal, strict=True)
     return [
         verdict_on(name, x, right, [best])
@@ -36,7 +36,7 @@ def judge_softmax(workload: Workload, inputs: Inputs, d_out: Tensor | None, resu
 
 
 def attend(
-    inputs: Inputs, scale: float, causal: bool, d_out: Tensor | None, wide: torch.dtype, dtype: torch.dtype, rounded: bool
+    inputs: Inputs, scale: float, d_out: Tensor | None, wide: torch.dtype, dtype: torch.dtype, rounded: bool, causal: bool = False
 ) -> Results:
     """The output and, where `d_out` is given, the gradients, one sequence at a time, in `wide`.
 
