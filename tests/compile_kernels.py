@@ -68,6 +68,7 @@ HOPPER_BACKWARD: dict[str, tuple[Any, ...]] = {
     "ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True),
     "long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048),
     "causal": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), False, (-1, 0)),
+    "causal-short": (("silu",), 128, torch.bfloat16, 1, "dense", 4, 384, (True, True, True), False, (-1, 0)),
     "causal-long": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 2048, (True, True, True), False, (-1, 0)),
     "causal-ordered": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (True, True, True), True, (-1, 0)),
 }

@@ -534,9 +534,12 @@ class TestWindows:
 @needs_triton
 @pytest.mark.parametrize("group", [1, 2])
 def test_precompile_builds_causal_kernels_where_asked_to(group, monkeypatch):
+    from gdpa import schedule_kernels
     from gdpa.backends.hopper import launch, launch_backward
 
     built: list[tuple[str, str, tuple[int, int]]] = []
+    lists: list[int] = []
+    monkeypatch.setattr(schedule_kernels, "compiled", lambda block: lists.append(block) or ())
 
     def compiled(which: str) -> Any:
         def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window=(-1, -1)):
@@ -550,7 +553,8 @@ def test_precompile_builds_causal_kernels_where_asked_to(group, monkeypatch):
     for masked in (False, True):
         built.clear()
         lines = [line for x in (launch, launch_backward) for line in x.precompile(("silu",), 128, torch.bfloat16, masked, group, 4)]
-        assert len(lines) == len(built)
+        assert lists == ([256] if masked and group == 1 else [])  # of two tiles each
+        assert len(lines) == len(built) + len(lists)
         assert {window for _, _, window in built} == ({(-1, 0), (1, 0)} if masked else {(-1, -1)})
         forms = {form for which, form, _ in built if which == "backward"}
         assert len(forms) == (4 if not masked else 2 if group == 1 else 0)

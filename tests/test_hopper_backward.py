@@ -181,7 +181,14 @@ class TestPlan:
         assert launch.is_paired(problem, 1) == launch.is_folded(problem)
 
     @pytest.mark.parametrize(
-        ("form", "keys", "folded"), [("dense", 128, False), ("dense", 256, True), ("dense", 257, False), ("packed", 5, True)]
+        ("form", "keys", "folded"),
+        [
+            ("dense", 128, False),
+            ("dense", 256, True),
+            ("dense", 257, False),
+            ("packed", 191, False),
+            ("packed", 192, True),
+        ],
     )
     def test_tiles_of_causal_sequences_are_folded_where_none_is_known_to_be_in_the_middle(self, form, keys, folded):
         from gdpa.backends.hopper import launch_backward as launch

@@ -120,7 +120,7 @@ def main() -> None:
     keys, dtype = tuple(resolve(request["activation"], request["heads"])), getattr(torch, request["dtype"])
     launcher = importlib.import_module(LAUNCHERS[request["provider"]])
     dim, heads, arch, form = request["dim"], request["heads"], request["arch"], request["form"]
-    causal = request["causal"]
+    causal = request.get("causal", False)  # earlier versions do not say
     window = (-1, 0) if causal else (-1, -1)
     if request["provider"] == "gdpa-hopper":
         if request["backward"]:
