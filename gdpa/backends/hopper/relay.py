@@ -342,7 +342,8 @@ def reducer(
                     needed = find_rank(row, count, here, steps, rotating, 1 if TOGETHER else KV_HEADS)
                 needed = gl.where(is_first, 0, gl.where(is_last, tiles_here - 1, needed))
                 waits = seen < needed
-                waits = waits & passed_on if CAUSAL else waits & (first_until < steps)
+                if not CAUSAL:
+                    waits = waits & (first_until < steps)
                 if waits:
                     await_count(counter, needed)
                 if comes_back:
