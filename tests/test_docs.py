@@ -76,8 +76,8 @@ def test_readmes_measured_tables_are_those_of_the_results():
 
 def test_figures_quoted_from_the_h200s_files_are_theirs():
     """Prose in docs/ that names these files: measured again, the sentences must be written again."""
-    forward, backward, narrow = (
-        json.loads((ROOT / "results" / f"h200-{name}.json").read_text()) for name in ("forward", "backward", "forward-64")
+    forward, backward, narrow, causal = (
+        json.loads((ROOT / "results" / f"h200-{name}.json").read_text()) for name in ("forward", "backward", "forward-64", "causal")
     )
     design, numerics = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("design.md", "numerics.md"))
 
@@ -119,6 +119,21 @@ def test_figures_quoted_from_the_h200s_files_are_theirs():
             best[cell] = max(best.get(cell, 0.0), row["fraction_of_floor"])
     ahead = [ours[cell] / best[cell] for cell in ours]
     assert f"in every cell {min(ahead):.2f} to {max(ahead):.2f} times the best of the other providers there" in design
+
+    speed = {
+        (row["case"], row["provider"]): f"{row['tflops']:.0f}"
+        for row in causal["rows"]
+        if row["mode"] == "backward" and row["activation"] == "silu" and row["ms"] is not None
+    }
+    dense, jagged = ("causal-512", "causal-1024", "causal-2048"), ("causal-512-jag", "causal-2048-jag")
+    mine, theirs, portable = ([speed[case, provider] for case in dense] for provider in ("gdpa-hopper", "cudnn", "gdpa-triton"))
+    packed = [" and ".join(speed[case, provider] for case in jagged) for provider in ("gdpa-hopper", "gdpa-triton", "varlen")]
+    for sentence in (
+        f"it has {mine[0]}, {mine[1]} and {mine[2]} with 512, 1024 and 2048 keys, where cuDNN's causal softmax has "
+        f"{theirs[0]}, {theirs[1]} and {theirs[2]} and the Triton backend {portable[0]}, {portable[1]} and {portable[2]};",
+        f"(1152) {packed[0]}, the Triton backend {packed[1]}, `varlen_attn` {packed[2]}.",
+    ):
+        assert sentence in design, sentence
 
     assert f"the R of the tables, {forward['header']['R']['median']:.0f} TFLOP/s" in design
     jagged = [share(forward, case, "silu") for case in ("pffn-512x512-jag", "self-512-jag")]
