@@ -230,16 +230,22 @@ class _Translation:
         self._allow_mutation = allow_mutation
         self._builder = Builder()
         self._operands: dict[torch.fx.Node, Operand] = {}
-        self._forward = _ancestors(recorded)
+        self._forward = _ancestors(recorded, 1)
         self.graph = self._run(recorded)
 
     def _run(self, recorded: torch.fx.Graph) -> Graph:
         for node in recorded.nodes:
             # First, because what leads up to them (an empty tensor to fill) cannot be translated either.
-            if _RANDOM in getattr(node.target, "tags", ()):
+            if _RANDOM in getattr(node.target, "tags", ()) and not _is_settled_rrelu(node):
                 raise _refuse(f"it draws random numbers ({node.target.overloadpacket.__name__.strip('_')})")
+        # Autograd may leave something behind that nothing is made of: that of sgn looks at shapes on a device of their own.
+        needed = _ancestors(recorded, None) if self._allow_mutation else set(recorded.nodes)
         for node in recorded.nodes:
-            if node.op == "placeholder":
+            if node.op == "call_function" and node not in needed and not _mutates(node):
+                continue
+            if all(_is_settled_rrelu(user) for user in node.users) and _name(node) == "empty_like":
+                self._operands[node] = 0.0  # the noise, which it does not read
+            elif node.op == "placeholder":
                 self._operands[node] = SCORE
             elif node.op == "output":
                 outputs = [self._float(self._find(x)) for x in node.args[0]]
@@ -270,7 +276,7 @@ class _Translation:
         assert isinstance(target, torch._ops.OpOverload)
         schema = target._schema
         name = target.overloadpacket.__name__
-        if schema.is_mutable:
+        if _mutates(node):
             if not self._allow_mutation:
                 raise _refuse(f"it works in place ({name})")
             name = name.removesuffix("_")
@@ -279,15 +285,15 @@ class _Translation:
         self._check_result_type(node, name)
         result: Operand
         method = getattr(self, f"_on_{name}", None)
-        if name == "detach" and node not in self._forward:
-            result = self._find(node.args[0])  # autograd's own, around what it saves
+        if node not in self._forward and (name == "detach" or _is_same_shape(node)):
+            result = self._find(node.args[0])  # autograd's own, around what it saves, or to be sure of a shape
         elif method is not None:
             result = method(arguments)
         elif _RENAMED.get(name, name) in OPERATIONS:
             result = self._plain(_RENAMED.get(name, name), target, arguments)
         else:
             raise self._unsupported(name, target)
-        if schema.is_mutable:
+        if _mutates(node):
             self._operands[node.args[0]] = result  # type: ignore[index]
         return result
 
@@ -393,6 +399,9 @@ class _Translation:
     def _on_sub(self, arguments: dict[str, Any]) -> Operand:
         return self._builder.emit("sub", *self._scaled(arguments))
 
+    def _on__efficientzerotensor(self, arguments: dict[str, Any]) -> Operand:
+        return 0.0  # autograd's, where nothing depends on the scores
+
     def _on_rsub(self, arguments: dict[str, Any]) -> Operand:
         swapped = {"self": arguments["other"], "other": arguments["self"], "alpha": arguments.get("alpha", 1)}
         return self._on_sub(swapped)
@@ -453,6 +462,13 @@ class _Translation:
     def _on_gelu_backward(self, arguments: dict[str, Any]) -> Operand:
         return self._gelu("gelu_backward", arguments, "grad_output", "self")
 
+    def _on_rrelu_with_noise(self, arguments: dict[str, Any]) -> Operand:
+        return self._builder.emit("leaky_relu", self._find(arguments["self"]), _mean_slope(arguments))
+
+    def _on_rrelu_with_noise_backward(self, arguments: dict[str, Any]) -> Operand:
+        grad, x = (self._find(arguments[name]) for name in ("grad_output", "self"))
+        return self._builder.emit("leaky_relu_backward", grad, x, _mean_slope(arguments))
+
     def _on_elu_backward(self, arguments: dict[str, Any]) -> Operand:
         x = self._find(arguments["self_or_result"])
         numbers = (_number(arguments[name]) for name in ("alpha", "scale", "input_scale"))
@@ -465,10 +481,43 @@ class _Translation:
         return self._builder.emit("log_sigmoid_backward", self._find(arguments["grad_output"]), self._find(arguments["self"]))
 
 
-def _ancestors(recorded: torch.fx.Graph) -> set[torch.fx.Node]:
-    """What the first output is computed from."""
+def _name(node: torch.fx.Node) -> str:
+    """aten's, without the overload's; that of what is no operation is empty."""
+    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _mutates(node: torch.fx.Node) -> bool:
+    works_in_place = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return works_in_place and not _is_settled_rrelu(node)
+
+
+def _is_settled_rrelu(node: torch.fx.Node) -> bool:
+    """Whether it is rrelu outside of training, or its gradient: a leaky relu of the mean slope, which draws nothing."""
+    if not _name(node).startswith("rrelu_with_noise"):
+        return False
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    names = [argument.name for argument in target._schema.arguments]
+    return not (dict(zip(names, node.args, strict=False)) | node.kwargs).get("training", False)
+
+
+def _is_same_shape(node: torch.fx.Node) -> bool:
+    """Whether it expands something to the shape that it has."""
+    before = getattr(node.args[0], "meta", {}).get("val") if node.args else None
+    return _name(node) == "expand" and before is not None and list(before.shape) == node.args[1]
+
+
+def _mean_slope(arguments: dict[str, Any]) -> float:
+    lower, upper = (_number(arguments[name]) for name in ("lower", "upper"))
+    return (lower + upper) / 2
+
+
+def _ancestors(recorded: torch.fx.Graph, outputs: int | None) -> set[torch.fx.Node]:
+    """What the first so many outputs are computed from, or all of them, and what works in place."""
     output = next(node for node in reversed(recorded.nodes) if node.op == "output")
-    pending = [output.args[0][0]]
+    pending = list(output.args[0][:outputs])
+    if outputs is None:
+        pending += [node for node in recorded.nodes if _mutates(node)]
     found: set[torch.fx.Node] = set()
     while pending:
         node = pending.pop()
