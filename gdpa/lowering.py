@@ -117,7 +117,8 @@ def _gelu_tanh(x: Term) -> Term:
 def _gelu_tanh_backward(grad: Term, x: Term) -> Term:
     square, tanh, half = _gelu_tanh_parts(x)
     slope = square * (3.0 * _SQRT_2_OVER_PI * _CUBIC) + _SQRT_2_OVER_PI
-    return grad * ((half * slope) * (1.0 - tanh * tanh) + (tanh * 0.5 + 0.5))
+    # Far out the factor of 0 comes before the large ones, whose product is infinite from 1e13 on.
+    return grad * (half * ((1.0 - tanh * tanh) * slope) + (tanh * 0.5 + 0.5))
 
 
 def _gelu_backward(grad: Term, x: Term) -> Term:

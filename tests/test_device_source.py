@@ -352,6 +352,17 @@ def test_device_code_compiles_for_every_target_in_both_frontends(tmp_path):
     assert counts["relu2"]["max.NaN"] == 1
 
 
+@pytest.mark.parametrize("name", activations())
+def test_scores_far_out_have_the_values_and_derivatives_that_torch_gives_them(name):
+    """In fp32, up to where squares of them are infinite."""
+    sizes = torch.tensor([1e4, 1e8, 3e12, 1e13, 1e15, 1e18])
+    x = torch.cat((-sizes, sizes))
+    for result, exact in zip(
+        Activation(name).expression.pair_for("float32").evaluate(x), Activation(name).value_and_derivative(x), strict=True
+    ):
+        torch.testing.assert_close(result, exact, equal_nan=True)
+
+
 def test_fast_approximations_are_as_close_as_their_comments_say():
     """The polynomials of the fast flavour, evaluated in float64 as written in the source."""
     x = torch.linspace(-8, 8, 20001, dtype=torch.float64)
