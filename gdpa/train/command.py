@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gdpa import models
+from gdpa import api, models
 from gdpa.bench import machine, timing
 from gdpa.bench.plain import broken_cpu_products
 from gdpa.data.schema import Schema
 from gdpa.dispatch import check_name
-from gdpa.errors import GdpaError
+from gdpa.errors import BackendUnavailable, GdpaError
+from gdpa.nn.base import AttentionModule
 from gdpa.train import world as worlds
 from gdpa.train.checkpoint import Checkpoints
 from gdpa.train.log import Log
@@ -51,6 +52,7 @@ def train(options: argparse.Namespace, device: torch.device, console: Console) -
 def _train(options: argparse.Namespace, world: World, signals: Signals, console: Console) -> int:
     settings = _settings(options, world.device)
     source = _source(options, settings, world.device)
+    _check_backend(settings, source.schema, world.device)
     folder = _folder(options, world)
     with _owned(folder, world):
         torch.manual_seed(settings.seed)
@@ -94,6 +96,23 @@ def _model(settings: Settings, schema: Schema, device: torch.device) -> models.C
         if not timing.out_of_memory(error):
             raise
         raise GdpaError(f"--preset, --schema: expected weights and tables that {device} has memory for: {error}") from error
+
+
+def _check_backend(settings: Settings, schema: Schema, device: torch.device) -> None:
+    """Before anything is written: whether a backend that was asked for takes the heads of the model on this device."""
+    if settings.backend == "auto":
+        return
+    dtype = torch.bfloat16 if settings.bf16 else torch.float32
+    with torch.device("meta"):  # as good as any to ask for its heads
+        model = models.from_config(settings.config, schema, backend=settings.backend)
+    for module in model.modules():
+        if isinstance(module, AttentionModule) and module.backend is not None:
+            q = torch.empty(1, module.heads, module.head_dim, dtype=dtype, device=device)
+            offsets = torch.tensor([0, 1], device=device)
+            try:
+                api.explain(q, q, q, offsets, offsets, activation=module.activation, backend=module.backend)
+            except BackendUnavailable as error:
+                raise GdpaError(f"--backend: expected one that runs this model on {device}, got {settings.backend}: {error}") from error
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
