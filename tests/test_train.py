@@ -313,7 +313,10 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
         (["--data", str(tmp_path / "none.parquet")], "--data: expected 'synthetic', a Parquet file or a folder of them, got"),
         (["--data", str(file)], "expected a Parquet file, which this is not"),
         (["--backend", "cuda"], "cuda"),
-        (["--backend", "hopper"], "--backend: expected one that runs this model on cpu, got hopper: backend: 'hopper' cannot run this"),
+        (
+            ["--backend", "hopper"],
+            "--backend: expected one that runs this model on cpu, got hopper: backend: 'hopper' cannot run this",
+        ),
         (["--schema", str(file)], "--schema: expected with --data PATH alone, since synthetic data have their own"),
         (["--data", "x", "--schema", str(tmp_path / "none.json")], "--schema: expected a file that can be read, got"),
         (["--data", "x", "--schema", str(file)], "--schema: " + str(file) + ": schema: expected the JSON text of a schema"),

@@ -112,7 +112,9 @@ def _check_backend(settings: Settings, schema: Schema, device: torch.device) -> 
             try:
                 api.explain(q, q, q, offsets, offsets, activation=module.activation, backend=module.backend)
             except BackendUnavailable as error:
-                raise GdpaError(f"--backend: expected one that runs this model on {device}, got {settings.backend}: {error}") from error
+                raise GdpaError(
+                    f"--backend: expected one that runs this model on {device}, got {settings.backend}: {error}"
+                ) from error
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
