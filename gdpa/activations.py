@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,9 @@ from torch.nn import functional
 from gdpa.errors import GdpaError
 from gdpa.expression import HEADER, Expression, parse
 from gdpa.fingerprint import captures, fingerprint
+from gdpa.folding import spelled
 from gdpa.graph import parse_graph
+from gdpa.lowering import Precision
 
 Function = Callable[[torch.Tensor], Any]
 
@@ -198,9 +200,14 @@ def _from_key(key: str) -> Activation:
 
 @lru_cache(maxsize=1024)
 def _tail_safe(key: str) -> bool:
-    zeros = torch.tensor([0.0, -0.0], dtype=torch.float64)
-    values = torch.stack(_expression(key).value_and_derivative(zeros))
-    return bool((values.abs() <= _LARGEST).all())
+    zeros = torch.tensor([0.0, -0.0])
+    expression = _expression(key)
+    results = [*expression.value_and_derivative(zeros.double())]
+    # And as the kernels compute it, in fp32: exp(100) is infinite there, and what its reciprocal is multiplied with is not a number.
+    for precision in get_args(Precision):
+        for graph in (expression.pair_for(precision), expression.value_for(precision)):
+            results += spelled(graph, precision).flushed().evaluate(zeros)
+    return all(bool((x.abs() <= _LARGEST).all()) for x in results)
 
 
 def resolve(activation: Any, heads: int) -> tuple[str, ...]:
@@ -273,6 +280,11 @@ def _callable_key(fn: Function) -> str:
 
 
 def _compiled_key(fn: Function) -> str:
+    if isinstance(fn, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        _fail(
+            f"activation: a method of a class ({fn.__qualname__}) is not accepted inside torch.compile, which would not notice "
+            f"another one in its place; expected a function, such as torch.{fn.__name__.strip('_')}, or lambda s: s.{fn.__name__}()"
+        )
     captured = captures(fn)
     if captured is not None:
         _fail_capture(captured)

@@ -219,7 +219,7 @@ def explain(
     problem = describe(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, keys, scale, out_scale_value, (left, right), deterministic
     )
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         problem = replace(problem, dtype=torch.get_autocast_dtype(q.device.type))
     return dispatch.explain(problem, backend)
 

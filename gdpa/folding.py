@@ -52,8 +52,10 @@ def spelled(graph: Graph, precision: Precision) -> Graph:
     for i, (name, operands) in enumerate(graph.statements):
         arguments = [results[x.index] if isinstance(x, Ref) else x for x in operands]
         rule = rules.get(name)
-        if precision == "bfloat16" and name == "sigmoid" and _centred(graph, operands[0]):
+        if precision == "bfloat16" and name == "sigmoid" and _centred(graph, operands[0]) and _in_sums_alone(graph, i):
             rule = _centred_sigmoid
+        if name in ("log1p", "expm1") and not _in_sums_alone(graph, i):
+            rule = None
         terms = [Term(builder, x) for x in arguments]
         results[i] = builder.emit(name, *arguments) if rule is None else rule(*terms).operand
     return pruned(builder.statements, [results[x.index] if isinstance(x, Ref) else x for x in graph.outputs])
@@ -71,6 +73,23 @@ def _centred(graph: Graph, operand: Operand) -> bool:
         and sum(isinstance(x, Ref) for x in operands) == 1
         and any(_centred(graph, x) for x in operands)
     )
+
+
+# What makes of a small number, and its error beside it, a large one.
+_MAGNIFYING = frozenset({"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"})
+
+
+def _in_sums_alone(graph: Graph, statement: int) -> bool:
+    """Whether what is made of a statement's result takes an absolute error of it: no logarithm, root or reciprocal of it does."""
+    made = {statement}
+    for i, (name, operands) in enumerate(graph.statements):
+        if any(isinstance(x, Ref) and x.index in made for x in operands):
+            divisor = operands[1] if name in ("div", "pow") else None
+            below = name == "pow" or (isinstance(divisor, Ref) and divisor.index in made)
+            if name in _MAGNIFYING or below:
+                return False
+            made.add(i)
+    return True
 
 
 def _centred_sigmoid(x: Term) -> Term:

@@ -155,6 +155,16 @@ class Graph:
         # By text: 1.0 == True and nan != nan among Python's numbers.
         return isinstance(other, Graph) and self.text == other.text
 
+    def flushed(self) -> Graph:
+        """With zeros for numbers below float32's normal ones, as device code has them."""
+        tiny = torch.finfo(torch.float32).tiny
+
+        def kept(x: Operand) -> Operand:
+            return x if isinstance(x, (Ref, bool)) or not abs(x) < tiny else 0.0
+
+        statements = tuple([Statement(name, tuple(map(kept, operands))) for name, operands in self.statements])
+        return Graph(statements, tuple(map(kept, self.outputs)))
+
     def select(self, *outputs: int) -> Graph:
         """The graph of those outputs alone, without what only the others need."""
         return pruned(self.statements, [self.outputs[i] for i in outputs])

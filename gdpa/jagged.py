@@ -15,17 +15,17 @@ def offsets_from_lengths(lengths: Tensor, dtype: torch.dtype = torch.int32) -> T
         >>> gdpa.offsets_from_lengths(torch.tensor([3, 0, 5]))
         tensor([0, 3, 3, 8], dtype=torch.int32)
     """
-    if (
-        not isinstance(lengths, Tensor)
-        or lengths.dim() != 1
-        or lengths.dtype.is_floating_point
-        or lengths.dtype.is_complex
-        or lengths.dtype == torch.bool
-    ):
-        raise GdpaError(f"lengths: expected an integer tensor of shape (B,), got {_describe(lengths)}")
+    _check_lengths(lengths)
     if dtype not in (torch.int32, torch.int64):
         raise GdpaError(f"dtype: expected torch.int32 or torch.int64, got {dtype}")
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(dtype)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    # A look at values elsewhere costs a synchronisation, or there are none.
+    if type(lengths) is Tensor and lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
+        if int(lengths.min()) < 0:
+            raise GdpaError(f"lengths: expected none below 0, got {int(lengths.min())}")
+        if int(offsets[-1]) > torch.iinfo(dtype).max:
+            raise GdpaError(f"dtype: expected one that holds the sum of lengths, {int(offsets[-1])}, got {dtype}")
+    return offsets.to(dtype)
 
 
 def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,11 +38,12 @@ def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(padded, Tensor) or padded.dim() < 2:
         raise GdpaError(f"padded: expected a tensor of shape (B, S, ...), got {_describe(padded)}")
-    offsets = offsets_from_lengths(lengths)
+    _check_lengths(lengths)
     if lengths.shape[0] != padded.shape[0]:
         raise GdpaError(f"lengths: expected shape ({padded.shape[0]},) for the batch of padded, got {_describe(lengths)}")
     if lengths.numel() and (int(lengths.max()) > padded.shape[1] or int(lengths.min()) < 0):
         raise GdpaError(f"lengths: expected values from 0 to {padded.shape[1]}, got {int(lengths.min())} to {int(lengths.max())}")
+    offsets = offsets_from_lengths(lengths)
     valid = torch.arange(padded.shape[1], device=padded.device) < lengths.to(padded.device)[:, None]
     return padded[valid], offsets.to(padded.device)
 
@@ -67,15 +68,36 @@ def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> 
         raise GdpaError(f"max_len: expected an integer of at least 0, got {max_len!r}")
     if not isinstance(fill, (bool, int, float)):
         raise GdpaError(f"fill: expected a number, got {fill!r}")
+    if not packed.dtype.is_floating_point and not packed.dtype.is_complex and not _is_of(packed.dtype, fill):
+        raise GdpaError(f"fill: expected a number of packed's {packed.dtype}, got {fill!r}")
     offsets = offsets.to(packed.device, torch.int64).clamp(0, packed.shape[0])
     position = torch.arange(max_len, device=packed.device)
     row = offsets[:-1, None] + position
     valid = row < offsets[1:, None]
-    if packed.shape[0] == 0:
-        return packed.new_full((offsets.shape[0] - 1, max_len, *packed.shape[1:]), fill)
+    if packed.shape[0] == 0:  # a row to look at, of which nothing comes
+        packed = torch.cat((packed, packed.new_zeros(1, *packed.shape[1:])))
     padded = packed[row.clamp(max=packed.shape[0] - 1)]
     filler = torch.full((), fill, dtype=packed.dtype, device=packed.device)
     return torch.where(valid.view(*valid.shape, *[1] * (packed.dim() - 1)), padded, filler)
+
+
+def _check_lengths(lengths: Tensor) -> None:
+    if (
+        not isinstance(lengths, Tensor)
+        or lengths.dim() != 1
+        or lengths.dtype.is_floating_point
+        or lengths.dtype.is_complex
+        or lengths.dtype == torch.bool
+    ):
+        raise GdpaError(f"lengths: expected an integer tensor of shape (B,), got {_describe(lengths)}")
+
+
+def _is_of(dtype: torch.dtype, number: float) -> bool:
+    """Whether an integer dtype, or bool, has a number."""
+    if dtype == torch.bool:
+        return number in (0, 1)
+    bounds = torch.iinfo(dtype)
+    return bounds.min <= number <= bounds.max and number == int(number)
 
 
 def _describe(value: object) -> str:

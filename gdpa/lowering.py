@@ -63,9 +63,9 @@ class Term:
 
 def _pow(base: Term, exponent: Term) -> Term:
     x, y = base.operand, exponent.operand
+    if not isinstance(y, Ref) and abs(y) <= 64 and y == int(y):
+        return _integer_power(base, int(y))
     if not isinstance(y, Ref) and abs(y) <= 16:
-        if y == int(y):
-            return _integer_power(base, int(y))
         if y == -0.5:
             return base.rsqrt()
         if 2 * y == int(2 * y) and y > 0:
@@ -255,9 +255,9 @@ _RULES: dict[str, Callable[..., Term]] = {
     "hardtanh": lambda x, low, high: x.maximum(low).minimum(high),
     "hardtanh_backward": lambda grad, x, low, high: x.le(low).logical_or(x.ge(high)).choose(0.0, grad),
     "hardsigmoid": lambda x: (x + 3.0).maximum(0.0).minimum(6.0) * (1.0 / 6.0),
-    "hardsigmoid_backward": lambda grad, x: grad * x.abs().lt(3.0).choose(1.0 / 6.0, 0.0),
+    "hardsigmoid_backward": lambda grad, x: x.abs().lt(3.0).choose(grad * (1.0 / 6.0), 0.0),
     "hardswish": lambda x: x * ((x + 3.0).maximum(0.0).minimum(6.0) * (1.0 / 6.0)),
-    "hardswish_backward": lambda grad, x: grad * x.le(-3.0).choose(0.0, x.lt(3.0).choose(x * (1.0 / 3.0) + 0.5, 1.0)),
+    "hardswish_backward": lambda grad, x: x.le(-3.0).choose(0.0, grad * x.lt(3.0).choose(x * (1.0 / 3.0) + 0.5, 1.0)),
     "mish": lambda x: x * _mish_parts(x)[2],
     "mish_backward": _mish_backward,
     "log_sigmoid": lambda x: x.minimum(0.0) - (-x.abs()).exp().log1p(),

@@ -19,7 +19,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gdpa import dispatch
 from gdpa.errors import GdpaError
-from gdpa.problem import Problem, allowed_pairs, batch_size, check_offsets, checks_are_asked_for, describe, output_shape, sides
+from gdpa.problem import (
+    NO_SCALE_GRADIENT,
+    Problem,
+    allowed_pairs,
+    batch_size,
+    check_offsets,
+    checks_are_asked_for,
+    describe,
+    output_shape,
+    sides,
+)
 
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? out_scale, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str[] activations, "
@@ -220,6 +230,9 @@ def _autograd(function: type[torch.autograd.Function], operator: str, implementa
             run = _below_autograd(implementation if (keys & _BELOW_AUTOGRAD).raw_repr() in _PLAIN else overload)
             runs[keys.raw_repr()] = run
         if torch.is_grad_enabled():
+            scales = arguments[tensors + 2]
+            if scales is not None and scales.requires_grad:  # an exported program, or under vmap, where no call was checked
+                raise GdpaError(NO_SCALE_GRADIENT)
             for x in arguments[:tensors]:
                 if x.requires_grad:
                     if torch._C._are_functorch_transforms_active():

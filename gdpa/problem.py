@@ -153,14 +153,21 @@ def check_window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     for name, size in (("left", left), ("right", right)):
         if type(size) is not int and (isinstance(size, bool) or not isinstance(size, (int, torch.SymInt))):
             raise GdpaError(f"window_size: expected an integer for {name}, got {size!r}")
-        if size < -1:
-            raise GdpaError(f"window_size: expected {name} to be -1 (unbounded) or at least 0, got {size}")
+        if size < -1 or _is_past(size, 2**63):
+            raise GdpaError(f"window_size: expected {name} to be -1 (unbounded) or from 0 to 2^63 - 1, got {size}")
     return (left, 0) if causal else (left, right)
+
+
+def _is_past(value: Any, bound: int) -> bool:
+    """Of Python's integers, which have no largest; a traced program's have."""
+    return type(value) is int and not torch.compiler.is_compiling() and abs(value) >= bound
 
 
 def check_number(name: str, value: float | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
         raise GdpaError(f"{name}: expected a number, got {type(value).__name__}")
+    if _is_past(value, 2**1023):
+        raise GdpaError(f"{name}: expected a number that a float holds, got an integer of more than 1,000 bits")
 
 
 def check_max_seqlen(name: str, value: int | None) -> None:
@@ -170,6 +177,8 @@ def check_max_seqlen(name: str, value: int | None) -> None:
         raise GdpaError(f"{name}: expected an integer or None, got {value!r}")
     if _is_negative(value):
         raise GdpaError(f"{name}: expected at least 0, got {value}")
+    if _is_past(value, 2**63):
+        raise GdpaError(f"{name}: expected at most 2^63 - 1, got {value}")
 
 
 def _is_negative(value: int | torch.SymInt) -> bool:
@@ -218,6 +227,7 @@ def check_call(
         and type(cu_seqlens_q) in _PLAIN_OR_NONE
         and type(cu_seqlens_k) in _PLAIN_OR_NONE
         and not (q.is_nested or k.is_nested or v.is_nested)
+        and q.layout == k.layout == v.layout == torch.strided
         and q.dtype == k.dtype == v.dtype
     )
     if usual:
@@ -243,6 +253,9 @@ def check_call(
         _sound.add(call)
 
 
+NO_SCALE_GRADIENT = "out_scale: expected a tensor that does not require grad; its gradient is not implemented"
+
+
 def _check_call(
     q: Tensor,
     k: Tensor,
@@ -255,6 +268,10 @@ def _check_call(
         _require_tensor(name, tensor)
         if tensor.is_nested:
             raise GdpaError(f"{name}: expected an ordinary tensor, got a nested one; gdpa.attention takes nested tensors")
+    others = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("out_scale", out_scale))
+    for name, given in (("q", q), ("k", k), ("v", v), *others):
+        if isinstance(given, Tensor) and given.layout != torch.strided:
+            raise GdpaError(f"{name}: expected a tensor of layout torch.strided, got {given.layout}")
     # Under autocast the three are cast to one dtype before the operator runs.
     casts = q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -311,8 +328,8 @@ def _check_call(
             raise GdpaError(f"out_scale: expected a floating dtype, got {out_scale.dtype}")
         if out_scale.device != q.device:
             raise GdpaError(f"out_scale: expected device {q.device} (that of q), got {out_scale.device}")
-        if out_scale.requires_grad:
-            raise GdpaError("out_scale: expected a tensor that does not require grad; its gradient is not implemented")
+        if out_scale.requires_grad and torch.is_grad_enabled():
+            raise GdpaError(NO_SCALE_GRADIENT)
 
 
 # What os.environ keeps its variables in: its own look-up encodes, raises and catches, a microsecond of every call.

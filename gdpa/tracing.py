@@ -7,6 +7,7 @@ then together with `torch.autograd.grad`, which yields the graph of (f, f') with
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,15 @@ USABLE = (
 _LOCK = threading.RLock()
 
 
+def _renew_lock() -> None:
+    """A child process has no thread that would give back a lock held when it was forked."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
     """The expression of `fn` and of its derivative.
 
@@ -53,11 +63,12 @@ def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
         recorded, result = _record(fn)
         value = _Translation(recorded).graph
         _check_result(result)
-        if not isinstance(value.outputs[0], Ref):
-            return Expression(Graph((), (value.outputs[0], 0.0)))
-        recorded, _ = _record(fn, derivative=True)
-        expression = Expression(_Translation(recorded, allow_mutation=True).graph)
-        _verify(fn, expression)
+        if isinstance(value.outputs[0], Ref):
+            recorded, _ = _record(fn, derivative=True)
+            expression = Expression(_Translation(recorded, allow_mutation=True).graph)
+        else:
+            expression = Expression(Graph((), (value.outputs[0], 0.0)))
+        _verify(fn, expression, value)
     return expression
 
 
@@ -140,8 +151,9 @@ def _check_result(result: Any) -> None:
         raise _refuse("its result does not have the shape of its argument")
 
 
-def _verify(fn: Callable[[torch.Tensor], Any], expression: Expression) -> None:
-    """Refuse a function whose graph does not reproduce it: state, hidden randomness, a hand-written backward."""
+def _verify(fn: Callable[[torch.Tensor], Any], expression: Expression, alone: Graph) -> None:
+    """Refuse a function whose graph does not reproduce it: state, hidden randomness, a hand-written backward, another function where no
+    gradient is wanted, which `alone` was recorded of."""
     points = [-30.0, -3.0, -1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 6.0, 30.0]
     s = torch.tensor(points, dtype=torch.float32).requires_grad_()
 
@@ -151,9 +163,11 @@ def _verify(fn: Callable[[torch.Tensor], Any], expression: Expression) -> None:
         (result,) = torch.autograd.grad(value, s, torch.ones_like(value), allow_unused=True)
         return torch.zeros_like(s) if result is None else result
 
-    again = _call(fn, s)
+    again = torch.as_tensor(_call(fn, s))
+    again = again if again.dim() else again.to(s.dtype).expand_as(s)  # a constant
     value, derivative = expression.value_and_derivative(s.detach())
-    pairs = (again, value), (slope(again), derivative), (slope(expression.value(s)), derivative)
+    pairs = [(again, value), (slope(again), derivative), (slope(expression.value(s)), derivative)]
+    pairs.append((alone.evaluate(s.detach())[0], value))
     if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs):
         raise _refuse(
             "calling it again, or differentiating its operations, gave other numbers. It may keep state, draw random "
@@ -164,7 +178,7 @@ def _verify(fn: Callable[[torch.Tensor], Any], expression: Expression) -> None:
 class _Watch(TorchFunctionMode):
     """Refuses what must be caught where the function's own code does it: shape reads, branches, captured tensors."""
 
-    _READABLE = frozenset({"dtype", "device", "layout"})
+    _READABLE = frozenset({"dtype", "device", "layout", "requires_grad"})
     _SHAPE = frozenset({"size", "numel", "nelement", "dim", "ndimension", "stride", "__len__", "element_size"})
     _SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "T", "mT", "H", "mH", "nbytes", "itemsize"})
     _VALUES = frozenset({"__bool__", "__float__", "__int__", "__index__", "__complex__", "item", "tolist", "numpy"})

@@ -121,6 +121,12 @@ def test_an_activation_cannot_be_changed():
         (torch.exp, True),
         (lambda s: torch.log(s + 1), True),
         (lambda s: s.abs().clamp(min=1e-3).log(), True),
+        # Finite in float64 alone.
+        (lambda s: 1 / (1 + torch.exp(100 - 10 * s)), False),
+        (lambda s: torch.log(1 + torch.exp(100 - 10 * s)), False),
+        (lambda s: torch.sqrt(s * s + 1e-38), False),  # device code has no such numbers
+        (lambda s: torch.sqrt(s * s + 1e-30), True),
+        (lambda s: torch.sqrt(functional.hardsigmoid(s - 4)), True),
         *((name, True) for name in NAMES),
     ],
 )
@@ -407,7 +413,7 @@ def no_capture(s):
         Activation(lambda s: s * 3),
         torch.relu,
         functional.silu,
-        torch.Tensor.exp,
+        torch.exp,
         no_capture,
         calls_a_local_function,
         lambda s: torch.relu(s) ** 2 / 64,
@@ -497,6 +503,13 @@ def test_compiled_follows_capture_free_functions_swapped_between_calls(backend):
     function = compiled(attend, backend)
     for fn in (lambda s: s + 1, lambda s: s + 2, torch.relu, torch.sigmoid, functional.silu, no_capture):
         assert torch.equal(function(X, fn), attend(X, fn))
+
+
+@BACKENDS
+def test_compiled_refuses_methods_of_a_class_which_dynamo_does_not_guard(backend):
+    with pytest.raises(Exception, match=r"a method of a class \(TensorBase.relu\) is not accepted inside torch.compile"):
+        compiled(attend, backend)(X, torch.Tensor.relu)
+    assert torch.equal(attend(X, torch.Tensor.relu), attend(X, "relu"))
 
 
 def test_compiled_errors_keep_their_text():

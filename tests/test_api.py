@@ -87,12 +87,36 @@ CUSTOM = {
     "constant": lambda s: torch.full_like(s, 0.5),
     "log of 2 + s^2": lambda s: torch.log(2 + s * s),
     "module": torch.nn.Mish(),
+    "root of what is flat": lambda s: torch.sqrt(torch.nn.functional.hardsigmoid(4 * s)),
+    "root of what is flat, again": lambda s: torch.sqrt(torch.nn.functional.hardswish(4 * s).abs()),
+    "s^17": lambda s: s**17,
+    "s^20": lambda s: s**20,
+    "s^-33": lambda s: (s.abs() + 1) ** -33,
+    "an Activation inside": lambda s: gdpa.Activation("gelu")(s) * 2,
 }
 
 
 @pytest.mark.parametrize("fn", CUSTOM.values(), ids=CUSTOM.keys())
 def test_a_callable_is_an_activation(backend, fn):
     check(make_case(q_lengths=(20, 3), k_lengths=(17, 5), activation=fn), backend)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s: 1 / (1 + torch.exp(100 - 10 * s)),
+        lambda s: torch.log(1 + torch.exp(100 - 10 * s)),
+        lambda s: torch.sqrt(s * s + 1e-38),
+        lambda s: torch.sqrt(torch.nn.functional.hardsigmoid(s - 3)),
+    ],
+)
+def test_what_is_finite_at_zero_in_float64_alone_stays_out_of_the_padding(backend, fn):
+    """No score is near 0, where a kernel's tile has rows of nothing."""
+    case = make_case(q_lengths=(5, 3), k_lengths=(5, 9), head_dim=8, activation=fn, scale=1.0)
+    q, k = (x.abs() + 0.8 for x in case.inputs[:2])
+    result = run(replace(case, inputs=case.inputs._replace(q=q, k=k)), backend)
+    for x in result:
+        assert x is not None and x.isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
@@ -453,6 +477,16 @@ class TestJaggedHelpers:
         lengths = torch.full((10,), 100, dtype=torch.uint8)
         assert gdpa.offsets_from_lengths(lengths)[-1] == 1000
 
+    def test_lengths_that_are_negative_or_more_than_their_offsets_hold_are_refused(self):
+        with pytest.raises(gdpa.GdpaError, match=r"^lengths: expected none below 0, got -1"):
+            gdpa.offsets_from_lengths(torch.tensor([3, -1]))
+        long = torch.tensor([2**31, 5])
+        with pytest.raises(
+            gdpa.GdpaError, match=rf"^dtype: expected one that holds the sum of lengths, {2**31 + 5}, got torch.int32"
+        ):
+            gdpa.offsets_from_lengths(long)
+        assert gdpa.offsets_from_lengths(long, torch.int64).tolist() == [0, 2**31, 2**31 + 5]
+
     @pytest.mark.parametrize("wrong", [[3, 4], torch.tensor([1.0]), torch.tensor(3), torch.tensor([True])], ids=repr)
     def test_wrong_lengths_are_refused(self, wrong):
         with pytest.raises(gdpa.GdpaError, match=r"^lengths: expected an integer tensor"):
@@ -489,6 +523,9 @@ class TestJaggedHelpers:
         packed, offsets = gdpa.pack(padded, lengths)
         torch.autograd.gradcheck(lambda x: gdpa.pack(x, lengths)[0], padded)
         torch.autograd.gradcheck(lambda x: gdpa.unpack(x, offsets, 3), packed.detach().requires_grad_())
+        none = torch.randn(0, 3, requires_grad=True)
+        gdpa.unpack(none, torch.tensor([0, 0, 0]), 2).sum().backward()
+        assert none.grad is not None and none.grad.shape == (0, 3)
 
     def test_padding_that_is_nan_stays_out(self):
         padded = torch.full((2, 3, 1), float("nan"))
@@ -515,8 +552,15 @@ class TestJaggedHelpers:
             ((torch.randn(4), torch.tensor([0.0, 4.0]), 2), "offsets"),
             ((torch.randn(4), torch.tensor([0, 4]), -1), "max_len"),
             ((torch.randn(4), torch.tensor([0, 4]), 2.0), "max_len"),
+            ((torch.ones(4, dtype=torch.int64), torch.tensor([0, 4]), 5, 0.5), "fill"),
+            ((torch.ones(4, dtype=torch.int64), torch.tensor([0, 4]), 5, float("inf")), "fill"),
+            ((torch.ones(4, dtype=torch.uint8), torch.tensor([0, 4]), 5, -1), "fill"),
+            ((torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]), 5, 2), "fill"),
         ],
-        ids=["packed a list", "offsets a list", "offsets of floats", "negative max_len", "max_len a float"],
+        ids=[
+            *("packed a list", "offsets a list", "offsets of floats", "negative max_len", "max_len a float"),
+            *("half in integers", "infinity in integers", "-1 in bytes", "2 in bools"),
+        ],
     )
     def test_unpack_refuses_wrong_arguments(self, arguments, name):
         with pytest.raises(gdpa.GdpaError, match=rf"^{name}: expected"):
@@ -545,6 +589,24 @@ def test_jagged_tensors_built_apart_with_equal_lengths():
     other = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (5, 3)], layout=torch.jagged)
     with pytest.raises(gdpa.GdpaError, match="v: expected the lengths"):
         gdpa.attention(q, k, other)
+
+
+@pytest.mark.parametrize("form", ["packed", "dense", "dense-key", "shared-query"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("any_backend", ["reference", "cpu"])
+def test_an_output_can_be_worked_on_in_place(any_backend, form, dtype):
+    case = make_case(form, q_lengths=(5, 5), k_lengths=(7, 7), heads=2, head_dim=8, dtype=dtype)
+    q, k, v = (x.clone().requires_grad_() for x in case.inputs[:3])
+    out = case.call(q, k, v, backend=any_backend)
+    expected = torch.autograd.grad(2 * out.sum(), q)[0]
+    out = case.call(q, k, v, backend=any_backend)
+    out *= 2
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], expected)
+
+
+def test_explain_takes_tensors_without_data():
+    x = torch.empty(2, 5, 2, 8, device="meta")
+    assert gdpa.explain(x, x, x).backend == "reference"
 
 
 def test_unpack_keeps_the_dtype():

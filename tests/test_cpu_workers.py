@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.pool
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -120,6 +122,28 @@ def test_a_forked_process_makes_workers_of_its_own() -> None:
     assert receiver.poll(30), "the child hangs"
     assert receiver.recv() == case.call(*case.inputs[:3], "cpu").sum().item()
     process.join()
+
+
+@pytest.mark.parametrize("late", ["threading.Thread(target=late).start()", "atexit.register(attend)"], ids=["thread", "atexit"])
+def test_a_call_after_the_main_thread_has_ended_does_without_workers(late: str) -> None:
+    """By then no thread can be started any more."""
+    script = f"""
+import atexit, threading, torch, gdpa
+torch.set_num_threads(2)
+q = torch.randn(16, 512, 4, 32)
+expected = gdpa.attention(q, q, q)
+
+def attend():
+    print("same" if torch.equal(gdpa.attention(q, q, q), expected) else "not the same")
+
+def late():
+    threading.main_thread().join()
+    attend()
+
+{late}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("same\n", 0), done.stderr
 
 
 def test_scratch_memory_is_kept_for_the_next_call_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

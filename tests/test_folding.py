@@ -169,6 +169,27 @@ def assert_as_accurate_as_float32(actual, function, x):
     assert torch.equal(actual.isnan(), wanted.isnan())
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s: torch.log(torch.sigmoid(s)),
+        lambda s: torch.sqrt(torch.sigmoid(2 * s)),
+        lambda s: 1 / (torch.sigmoid(s) * 3),
+        lambda s: torch.sigmoid(s) ** 0.3,
+        lambda s: torch.log(functional.softplus(s)),
+        lambda s: torch.log(torch.expm1(s * s * 0.01)),
+    ],
+)
+def test_what_is_small_stays_exact_beneath_a_logarithm_or_a_root(fn, precision):
+    """Elsewhere an absolute error is enough, and cheaper."""
+    s = torch.tensor([-20.0, -18.0, -10.0, -3.0, -1e-3, 0.5, 4.0])
+    expression = Activation(fn).expression
+    results = spelled(expression.pair_for(precision), precision).evaluate(s)
+    for result, exact in zip(results, expression.value_and_derivative(s.double()), strict=True):
+        torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-30)
+
+
 @pytest.mark.parametrize(
     ("precision", "scale"), [*(("bfloat16", scale) for scale in SCALES), *(("float16", scale) for scale in SCALES[:3])]
 )

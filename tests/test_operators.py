@@ -233,6 +233,26 @@ class TestAutograd:
             assert not case.call(*leaves(case.inputs)).requires_grad
         assert calls == []
 
+    def test_a_gradient_of_out_scale_is_refused_wherever_it_would_be_lost(self):
+        """Eager calls are checked in Python; an exported program and vmap come to the operator alone."""
+
+        class Scaled(torch.nn.Module):
+            def forward(self, q, scales):
+                return gdpa.attention(q, q, q, "silu", out_scale=scales)
+
+        q, scales = torch.randn(2, 5, 2, 8), torch.ones(2)
+        exported = torch.export.export(Scaled(), (q, scales)).module()
+        assert torch.equal(exported(q, scales), Scaled()(q, scales))
+        scales.requires_grad_()
+        with pytest.raises(gdpa.GdpaError, match="^out_scale: .* its gradient is not implemented"):
+            exported(q, scales)
+        with pytest.raises(gdpa.GdpaError, match="^out_scale: .* its gradient is not implemented"):
+            torch.func.vmap(Scaled(), (None, 0))(q, scales.expand(3, 2))
+        with torch.no_grad():
+            assert torch.equal(Scaled()(q, scales), Scaled()(q, scales.detach()))
+        with pytest.raises(gdpa.GdpaError, match="^out_scale: .* its gradient is not implemented"):
+            Scaled()(q, scales)
+
     def test_nothing_but_the_inputs_is_saved(self):
         case = make_case(**SMALL)
         saved: list[int] = []

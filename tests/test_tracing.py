@@ -208,6 +208,30 @@ def test_no_grad_and_inference_mode_do_not_change_what_is_traced(expressions):
         assert trace(SUPPORTED["arithmetic"]) == expressions["arithmetic"]
 
 
+def test_a_process_forked_while_another_thread_traces_can_trace():
+    script = """
+import os, threading, gdpa
+begun, go_on = threading.Event(), threading.Event()
+
+def slow(s):
+    begun.set()
+    go_on.wait()
+    return s * 2
+
+gdpa.Activation(lambda s: s * 3)
+threading.Thread(target=gdpa.Activation, args=(slow,)).start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    gdpa.Activation(lambda s: s * 7)
+    os._exit(7)
+go_on.set()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "7\n", done.stderr
+
+
 def test_fake_mode_around_the_call_does_not_reach_the_trace(expressions):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -336,6 +360,11 @@ REFUSED = {
     "dropout": (functional.dropout, "random numbers"),
     "bernoulli": (lambda s: s * torch.bernoulli(torch.sigmoid(s)), "random numbers (bernoulli)"),
     "python_random": (lambda s: s * random.random(), "calling it again"),
+    "python_random_alone": (lambda s: random.random(), "calling it again"),
+    "by_requires_grad": (lambda s: s * 2 if s.requires_grad else s * 3, "calling it again"),
+    "boolean_constant": (lambda s: torch.full_like(s, True) + (s > 0), "calling it again"),
+    "integer_constant": (lambda s: torch.full_like(s, 2.7, dtype=torch.int64).to(s.dtype), "calling it again"),
+    "half_constant": (lambda s: torch.tensor(0.1).bfloat16().float(), "calling it again"),
     "captured_tensor": (lambda s: s * CAPTURED, "captured tensor (in mul)"),
     "captured_item": (lambda s: s * CAPTURED.item(), "captured tensor (in item)"),
     "parameter": (torch.nn.PReLU(), "captured parameter (in prelu)"),

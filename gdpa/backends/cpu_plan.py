@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -321,10 +321,15 @@ def divide(costs: Sequence[int], work: Callable[[Iterable[int]], None]) -> None:
         with torch.inference_mode(inference), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             work(taken())
 
+    futures: list[Future[None]] = []
     try:
-        with _pool_lock:  # another thread's call may want more workers, and close the pool that this one was given
-            pool = _workers(threads)
-            futures = [pool.submit(worker) for _ in range(threads)]
+        try:
+            with _pool_lock:  # another thread's call may want more workers, and close the pool that this one was given
+                pool = _workers(threads)
+                futures += [pool.submit(worker) for _ in range(threads)]
+        except RuntimeError:
+            # No thread is started any more where the interpreter is about to end (a thread that outlives the main one, atexit).
+            work(taken())
         for future in futures:
             future.result()
     finally:

@@ -88,7 +88,9 @@ def forward(
     out_scale: Tensor | None,
 ) -> Tensor:
     wide_q, wide_k, wide_v = _widened(q, k, v)
-    return attend(problem, wide_q, wide_k, wide_v, cu_seqlens_q, cu_seqlens_k, out_scale).to(q.dtype)
+    out = attend(problem, wide_q, wide_k, wide_v, cu_seqlens_q, cu_seqlens_k, out_scale).to(q.dtype)
+    # torch.stack returns a view, of which autograd would not have the caller write into it.
+    return out.clone() if out._is_view() else out
 
 
 def backward(
