@@ -198,6 +198,35 @@ def test_resuming_refuses_a_file_of_another_run_and_names_the_difference(tmp_pat
         report.resume(path, head())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ms": "abc"},
+        {"mode": "sideways"},
+        {"case": ["x"]},
+        {"fraction_of_floor": "q"},
+        {"note": 3},
+        {"ms": True},
+    ],
+    ids=repr,
+)
+def test_a_file_with_a_wrong_value_is_refused_by_its_name(tmp_path, change):
+    path = tmp_path / "rows.json"
+    Report(head(), [row()]).write(path)
+    data = json.loads(path.read_text())
+    data["rows"][0] |= change
+    path.write_text(json.dumps(data))
+    ((key, value),) = change.items()
+    with pytest.raises(GdpaError, match=rf"--show: expected .* for {key} in every row, got {re.escape(repr(value))} in"):
+        report.load(path, "--show")
+    path.write_text(json.dumps({"header": {"cases": [1]}, "rows": []}))
+    with pytest.raises(GdpaError, match=r"for cases, got \[1\]"):
+        report.load(path, "--show")
+    path.write_text("[" * 100000)
+    with pytest.raises(GdpaError, match="--show: expected JSON"):
+        report.load(path, "--show")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"header": {}, "rows": [{"case": "a"}]}'])
 def test_a_file_that_is_no_run_is_refused(tmp_path, text):
     path = tmp_path / "rows.json"

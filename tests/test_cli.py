@@ -283,6 +283,8 @@ def test_a_rank_of_torchrun_ends_without_the_interpreters_own_end(monkeypatch):
         (["--seed", str(2**63)], "--seed: expected a number from 0"),
         (["--plot", "rows.svg"], "--plot: expected a name that ends with .png, got rows.svg"),
         (["--plot", "rows"], "--plot: expected a name that ends with .png"),
+        (["--plot", "rows.png", "--json", "rows.png"], "--json: expected another file than that of --plot, which it would replace"),
+        (["--show", "rows.json", "--report", "./rows.json"], "--report: expected another file than that of --show, which it would"),
         (["--compare", "a.json", "b.json", "--json", "c.json"], "--json: expected without --compare"),
         (["--show", "a.json", "--json", "c.json"], "--json: expected without --show"),
     ],

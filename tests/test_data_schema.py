@@ -121,6 +121,13 @@ def test_json_of_anything_else_is_refused(text):
         Schema.from_json(text)
 
 
+def test_a_schema_of_lists_is_that_of_tuples():
+    lists = Schema(dense=1, sparse=[["ad", 10]], items=10, event_types=["view", "click"])
+    assert lists == Schema(dense=1, sparse=(("ad", 10),), items=10, event_types=("view", "click"))
+    assert lists == Schema.from_json(lists.to_json())
+    hash(lists)
+
+
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
@@ -129,7 +136,11 @@ def test_json_of_anything_else_is_refused(text):
         ({"items": 0}, "items"),
         ({"sparse": (("ad", 10), ("ad", 3))}, "sparse"),
         ({"sparse": (("ad", 0),)}, "sparse"),
+        ({"sparse": (("ad", 3, 4),)}, "sparse"),
+        ({"sparse": ("ad",)}, "sparse"),
+        ({"items": 2**63}, "items"),
         ({"event_types": ()}, "event_types"),
+        ({"event_types": "xy"}, "event_types"),
         ({"event_types": ("view", "view")}, "event_types"),
         ({"values": 1}, "values"),
         ({"candidate": "country"}, "candidate"),

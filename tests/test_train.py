@@ -320,6 +320,7 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
         (["--schema", str(file)], "--schema: expected with --data PATH alone, since synthetic data have their own"),
         (["--data", "x", "--schema", str(tmp_path / "none.json")], "--schema: expected a file that can be read, got"),
         (["--data", "x", "--schema", str(file)], "--schema: " + str(file) + ": schema: expected the JSON text of a schema"),
+        (["--steps", str(2**20 + 1)], "--steps: expected at most 1048576 on synthetic data"),
         (["--dtype", "fp16"], "--dtype: expected bf16 or fp32"),
         (["--dtype", "bf16"], "--dtype: expected one that this CPU computes in, got bf16, and torch.matmul in bfloat16 ends"),
         (["--parallel", "tp"], "--parallel: expected one of ddp, fsdp, got 'tp'"),

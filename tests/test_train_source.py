@@ -51,7 +51,7 @@ def test_synthetic_batches_end_before_the_ones_held_out(monkeypatch, clicks):
     assert [batch.dense.tolist() for batch in held] == [clicks.batch(index).dense.tolist() for index in (4, 5)]
     batches = made.batches(1)
     assert keys(islice(batches, 3)) == keys(clicks.batch(index) for index in (1, 2, 3))
-    with pytest.raises(GdpaError, match="steps: expected at most 4 on synthetic data, since the batches after them are held out"):
+    with pytest.raises(GdpaError, match="--steps: expected at most 4 on synthetic data, since the batches after them are held out"):
         next(batches)
 
 

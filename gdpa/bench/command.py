@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import time
 from collections.abc import Callable, Iterable
@@ -47,6 +48,10 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         path = getattr(options, name)
         if path is not None:
             outputs[name] = check_target(f"--{name}", path)
+    names = {f"--{name}": path for name, path in outputs.items()} | ({} if options.show is None else {"--show": options.show})
+    for (first, path), (second, other) in itertools.combinations(names.items(), 2):
+        if Path(path).resolve() == Path(other).resolve():
+            raise GdpaError(f"{first}: expected another file than that of {second}, which it would replace, got {path}")
     if "plot" in outputs and outputs["plot"].suffix.lower() != ".png":
         raise GdpaError(f"--plot: expected a name that ends with .png, got {outputs['plot']}")
     if options.compare is not None:

@@ -131,7 +131,7 @@ def load(path: Path, argument: str) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise GdpaError(f"{argument}: expected a file that can be read, got {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GdpaError(f"{argument}: expected JSON, got {path}: {error}") from None
     rows = data.get("rows") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not isinstance(data.get("header"), dict):
@@ -139,7 +139,27 @@ def load(path: Path, argument: str) -> dict[str, Any]:
     for row in rows:
         if not isinstance(row, dict) or not set(KEYS) - set(LATER_KEYS) <= set(row):
             raise GdpaError(f"{argument}: expected rows with {', '.join(KEYS)}, got {path}")
+        for key in KEYS:
+            if not _fits(key, row.get(key)):
+                raise GdpaError(f"{argument}: expected {_WHAT[key]} for {key} in every row, got {row[key]!r} in {path}")
+    for name in ("cold", "graph", "schedule"):
+        if not isinstance(data.get(name, []), list):
+            raise GdpaError(f"{argument}: expected a list for {name}, got {data[name]!r} in {path}")
+    if not isinstance(data["header"].get("cases", {}), dict):
+        raise GdpaError(f"{argument}: expected a case's sizes by its name for cases, got {data['header']['cases']!r} in {path}")
     return data
+
+
+_NAMES = ("case", "activation", "provider")
+_WHAT = dict.fromkeys(KEYS, "a number") | dict.fromkeys((*_NAMES, "note"), "a text") | {"mode": "forward, backward or both"}
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key == "mode":
+        return value in ("forward", "backward", "both")
+    if key in _NAMES or (key == "note" and value is not None):
+        return isinstance(value, str)
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 # What must be the same for rows of two runs to stand in one table.

@@ -51,14 +51,25 @@ class Schema:
             raise GdpaError(f"dense: expected a number of features, 0 or more, got {self.dense!r}")
         if not _is_count(self.items, 1):
             raise GdpaError(f"items: expected a vocabulary size of at least 1, got {self.items!r}")
+        # Lists become tuples, so that a schema equals the one that its JSON text is read as.
+        for pair in self.sparse:
+            named = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str) and pair[0]
+            if not named or not _is_count(pair[1], 1):
+                raise GdpaError(f"sparse: expected pairs of a name and a vocabulary size of at least 1, got {pair!r}")
+        object.__setattr__(self, "sparse", tuple(tuple(pair) for pair in self.sparse))
         names = [name for name, _ in self.sparse]
-        for name, size in self.sparse:
-            if not isinstance(name, str) or not name or not _is_count(size, 1):
-                raise GdpaError(f"sparse: expected pairs of a name and a vocabulary size of at least 1, got {(name, size)!r}")
         if len(set(names)) != len(names):
             raise GdpaError(f"sparse: expected distinct names, got {names}")
-        types = self.event_types
-        if not types or len(set(types)) != len(types) or not all(isinstance(name, str) and name for name in types):
+        types: Any = self.event_types
+        if isinstance(types, list):
+            types = tuple(types)
+            object.__setattr__(self, "event_types", types)
+        if (
+            isinstance(types, str)
+            or not types
+            or len(set(types)) != len(types)
+            or not all(isinstance(name, str) and name for name in types)
+        ):
             raise GdpaError(f"event_types: expected distinct names, at least one, got {types!r}")
         if not isinstance(self.values, bool):
             raise GdpaError(f"values: expected True or False, got {self.values!r}")
@@ -345,4 +356,4 @@ def _spans(starts: Tensor, lengths: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _is_count(number: object, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+    return isinstance(number, int) and not isinstance(number, bool) and least <= number < 2**63

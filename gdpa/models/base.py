@@ -12,7 +12,7 @@ from gdpa.data.schema import Batch, Schema
 from gdpa.errors import GdpaError
 from gdpa.models.config import Config
 from gdpa.models.sequences import Arrangement, Events, arrange
-from gdpa.models.tables import ITEMS, check_ids, make_tables, table_name
+from gdpa.models.tables import ITEMS, check_history_offsets, check_ids, make_tables, table_name
 from gdpa.models.work import Part, Summary
 from gdpa.nn.base import AttentionModule
 
@@ -111,7 +111,23 @@ class ClickModel(nn.Module):
         return arrange(batch.to("cpu"), self.group_of, self.event_groups.cpu())
 
     def _check(self, batch: Batch) -> None:
-        schema = self.schema
+        schema, history = self.schema, batch.history
+        if batch.dense.dim() != 2 or batch.sparse.dim() != 2:
+            shapes = tuple(batch.dense.shape), tuple(batch.sparse.shape)
+            raise GdpaError(f"batch: expected dense and sparse of two dimensions, got {shapes[0]} and {shapes[1]}")
+        for name, came, expected in (
+            ("dense", batch.dense.shape[0], len(batch)),
+            ("sparse", batch.sparse.shape[0], len(batch)),
+            ("request_timestamps", batch.request_timestamps.shape[0], len(batch)),
+            ("history.offsets", history.offsets.shape[0], len(batch) + 1),
+            *((f"history.{column}", rows.shape[0], history.items.shape[0]) for column, rows in history.events.items()),
+        ):
+            if came != expected:
+                raise GdpaError(f"batch.{name}: expected {expected} rows for {len(batch)} labels, got {came}")
+        for name, ids in (("sparse", batch.sparse), ("history.items", history.items), ("history.types", history.types)):
+            if ids.dtype not in (torch.int32, torch.int64):
+                raise GdpaError(f"batch.{name}: expected int64 ids, got {ids.dtype}")
+        check_history_offsets(history.offsets, history.items.shape[0])
         for name, came, expected in (
             ("dense", batch.dense.shape[1], schema.dense),
             ("sparse", batch.sparse.shape[1], len(schema.sparse)),

@@ -52,6 +52,17 @@ def check_ids(name: str, ids: Tensor, rows: int) -> None:
         raise GdpaError(f"{name}: expected ids from 0 to {rows - 1}, the rows of its table, got {wrong}")
 
 
+def check_history_offsets(offsets: Tensor, events: int) -> None:
+    """Refuse offsets that are not those of all events, where they can be read without waiting for a device."""
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
+        return
+    if int(offsets[0]) != 0 or int(offsets[-1]) != events or bool((offsets.diff() < 0).any()):
+        raise GdpaError(
+            f"batch.history.offsets: expected to rise from 0 to {events}, the number of events, and never to fall, "
+            f"got {offsets.tolist() if offsets.shape[0] <= 10 else offsets[:10].tolist()}{'' if offsets.shape[0] <= 10 else ' ...'}"
+        )
+
+
 def table_name(schema: Schema, feature: str) -> str:
     """The table that holds a sparse feature. A module's name may not contain a dot."""
     if feature == schema.candidate:

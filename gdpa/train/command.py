@@ -25,6 +25,7 @@ from gdpa.data.schema import Schema
 from gdpa.dispatch import check_name
 from gdpa.errors import BackendUnavailable, GdpaError
 from gdpa.nn.base import AttentionModule
+from gdpa.train import source as sources
 from gdpa.train import world as worlds
 from gdpa.train.checkpoint import Checkpoints
 from gdpa.train.log import Log
@@ -150,6 +151,8 @@ def _source(options: argparse.Namespace, settings: Settings, device: torch.devic
         return Parquet(Path(options.data), settings.batch_size, seed=settings.seed, schema=_schema(options.schema))
     if options.schema is not None:
         raise GdpaError(f"--schema: expected with --data PATH alone, since synthetic data have their own, got {options.schema}")
+    if settings.steps > sources.HELD_OUT:
+        raise GdpaError(sources.too_many_steps())
     longest = settings.config.max_history
     return Synthetic(
         settings.batch_size,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,10 @@ class Source(Protocol):
         """At most that many batches that are never trained on."""
 
 
+def too_many_steps() -> str:
+    return f"--steps: expected at most {HELD_OUT} on synthetic data, since the batches after them are held out"
+
+
 class Synthetic:
     """The generator's batches; several are made at a time, since each is a function of its index."""
 
@@ -81,10 +86,10 @@ class Synthetic:
                     yield future.result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-        raise GdpaError(f"steps: expected at most {HELD_OUT} on synthetic data, since the batches after them are held out")
+        raise GdpaError(too_many_steps())
 
     def held_out(self, most: int) -> Iterator[Batch]:
-        return islice(self._clicks.batches(HELD_OUT), most)
+        return islice(self._clicks.batches(HELD_OUT), min(most, sys.maxsize))
 
 
 class Parquet:
@@ -148,7 +153,7 @@ class Parquet:
 
     def held_out(self, most: int) -> Iterator[Batch]:
         pieces = (piece for reader in self._held_out for piece in reader.pieces())
-        return islice(of_size(pieces, self._batch_size), most)
+        return islice(of_size(pieces, self._batch_size), min(most, sys.maxsize))
 
 
 class Prefetch:
