@@ -98,7 +98,8 @@ class Activation:
 
     Args:
         fn: a function of a float tensor that returns one of the same shape, built of elementwise torch operations and
-            numbers; or a built-in name; or another Activation. Numbers that it reads are frozen here.
+            numbers; or a built-in name; or another Activation. Numbers that it reads are frozen here, and so is what it reads of its
+            argument's dtype: it is called with float32.
         name: what to call it; by default the function's own name.
 
     Attributes:

@@ -197,6 +197,8 @@ def test_a_tensor_of_another_shape_or_kind_is_named(name, value):
         ("history.types", (4,), 2, "history_type", 2),
         ("history.timestamps", (3,), 5, "history_timestamp", 2),
         ("history.timestamps", (1,), 101, "history_timestamp", 0),
+        ("history.timestamps", (0,), -(2**63), "history_timestamp", 0),
+        ("request_timestamps", (0,), 2**62, "request_timestamp", 0),
         ("history.values", (4,), float("inf"), "history_value", 2),
     ],
 )

@@ -308,11 +308,11 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
     file.write_text("")
     monkeypatch.setattr(command, "broken_cpu_products", lambda dtype: "torch.matmul in bfloat16 ends the process")
     for options, expected in (
-        (["--model", "dlrm"], "name: expected one of"),
-        (["--preset", "huge"], "preset: expected one of"),
+        (["--model", "dlrm"], "--model: expected one of"),
+        (["--preset", "huge"], "--preset: expected one of"),
         (["--data", str(tmp_path / "none.parquet")], "--data: expected 'synthetic', a Parquet file or a folder of them, got"),
         (["--data", str(file)], "expected a Parquet file, which this is not"),
-        (["--backend", "cuda"], "cuda"),
+        (["--backend", "cuda"], "--backend: expected one of auto, cpu, hopper, triton, reference, got 'cuda'"),
         (
             ["--backend", "hopper"],
             "--backend: expected one that runs this model on cpu, got hopper: backend: 'hopper' cannot run this",

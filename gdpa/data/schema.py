@@ -20,6 +20,7 @@ from torch import Tensor
 from gdpa.errors import GdpaError
 from gdpa.jagged import offsets_from_lengths
 
+_LATEST = 2**61
 FORMAT = 1  # of the JSON text; a file of another number is refused
 
 
@@ -343,6 +344,12 @@ def _faults(batch: Batch, schema: Schema) -> Iterator[Fault]:
     starts = history.offsets[:-1].long()
     earlier[starts[starts < len(times)]] = False  # an example's first event has no predecessor
     yield from found(earlier, "history_timestamp", times, "timestamps in ascending order", of_events=True)
+    # Ages are differences of int64, and must stay such.
+    requests = batch.request_timestamps
+    yield from found(
+        (requests > _LATEST) | (requests < -_LATEST), "request_timestamp", requests, "seconds within 2^61 of 0", of_events=False
+    )
+    yield from found((times > _LATEST) | (times < -_LATEST), "history_timestamp", times, "seconds within 2^61 of 0", of_events=True)
     late = times > batch.request_timestamps.repeat_interleave(history.lengths.long())
     yield from found(late, "history_timestamp", times, "no event after the request", of_events=True)
     if history.values is not None:

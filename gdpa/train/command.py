@@ -21,8 +21,9 @@ from rich.console import Console
 from gdpa import api, models
 from gdpa.bench import machine, timing
 from gdpa.bench.plain import broken_cpu_products
+from gdpa.bench.providers import check_choice
 from gdpa.data.schema import Schema
-from gdpa.dispatch import check_name
+from gdpa.dispatch import BACKENDS
 from gdpa.errors import BackendUnavailable, GdpaError
 from gdpa.nn.base import AttentionModule
 from gdpa.train import source as sources
@@ -119,9 +120,11 @@ def _check_backend(settings: Settings, schema: Schema, device: torch.device) -> 
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
-    config = models.preset_config(options.model, options.preset)
-    if options.backend != "auto":
-        check_name(options.backend)
+    try:
+        config = models.preset_config(options.model, options.preset)
+    except GdpaError as error:  # of its own arguments, name and preset
+        raise GdpaError("--" + str(error).replace("name:", "model:", 1)) from None
+    check_choice("--backend", options.backend, ("auto", *BACKENDS))
     bf16 = device.type == "cuda" if options.dtype is None else options.dtype == torch.bfloat16
     if options.dtype is not None and options.dtype not in (torch.bfloat16, torch.float32):
         raise GdpaError(f"--dtype: expected bf16 or fp32, got {options.dtype}")

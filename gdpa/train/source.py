@@ -102,7 +102,8 @@ class Parquet:
             raise GdpaError(
                 f"--data: expected 'synthetic', a Parquet file or a folder of them, got {str(path)!r}, which does not exist"
             )
-        files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        # Hidden ones are some system's notes.
+        files = sorted(x for x in path.glob("*.parquet") if not x.name.startswith(".")) if path.is_dir() else [path]
         if not files:
             raise GdpaError(f"--data: expected a folder with *.parquet files, got {str(path)!r} without any")
         if path.is_dir():  # systems that write folders of files write empty ones among them
