@@ -279,9 +279,14 @@ def _arguments(
     elif not isinstance(deterministic, bool):
         raise GdpaError(f"deterministic: expected True, False or None, got {deterministic!r}")
     keys = list(resolve(activation, q.shape[-2]))
-    out_scale_value = 1.0 if out_scale_number is None else float(out_scale_number)
-    scale = None if scale is None else float(scale)
+    out_scale_value = 1.0 if out_scale_number is None else _float(out_scale_number)
+    scale = None if scale is None else _float(scale)
     return out_scale_tensor, (keys, scale, out_scale_value, left, right, deterministic, backend or "")
+
+
+def _float(number: Any) -> Any:
+    """A traced program's number, such as one over a length, stays one that changes with its inputs."""
+    return float(number) if type(number) in (int, float) else torch.sym_float(number)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:

@@ -31,9 +31,10 @@ from gdpa.problem import (
     sides,
 )
 
+# Scalar, not float, which torch.compile would take for constant: 1 / length may change with every call.
 _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? out_scale, SymInt? max_seqlen_q, SymInt? max_seqlen_k, str[] activations, "
-    "float? scale, float out_scale_value, SymInt window_left, SymInt window_right, bool deterministic, str backend"
+    "Scalar? scale, Scalar out_scale_value, SymInt window_left, SymInt window_right, bool deterministic, str backend"
 )
 
 library = torch.library.Library("gdpa", "DEF")

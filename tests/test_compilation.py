@@ -108,6 +108,22 @@ class TestCompile:
             assert_same(gradients(case, out, inputs), gradients(case, case.call(*inputs), inputs))
         assert counter.frame_count == 1
 
+    @pytest.mark.parametrize("of", ["a size", "an argument"])
+    def test_scales_that_depend_on_a_length_change_without_a_recompile(self, of):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+        def attend(q, length):
+            length = q.shape[1] if of == "a size" else length
+            return gdpa.attention(q, q, q, "silu", scale=length**-0.5, out_scale=1 / length)
+
+        compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+        for rows in range(3, 14):
+            q = torch.randn(2, rows, 2, 8, requires_grad=True)
+            out, expected = compiled(q, rows + 1), attend(q, rows + 1)
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(torch.autograd.grad(out.sum(), q), torch.autograd.grad(expected.sum(), q))
+        assert counter.frame_count == 1
+
     def test_offsets_are_checked_inside_the_compiled_program(self):
         @torch.compile(backend="aot_eager", fullgraph=True)
         def compiled(q, offsets):
@@ -253,6 +269,18 @@ class TestExport:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == "ran (23, 2, 8)"
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_scales_that_depend_on_a_length(self, strict):
+        class Model(torch.nn.Module):
+            def forward(self, q):
+                return gdpa.attention(q, q, q, "silu", scale=q.shape[1] ** -0.5, out_scale=1 / q.shape[1])
+
+        sizes = {"q": {1: torch.export.Dim("rows", min=2, max=64)}}
+        program = torch.export.export(Model(), (torch.randn(2, 5, 2, 8),), dynamic_shapes=sizes, strict=strict)
+        for rows in (2, 11):
+            q = torch.randn(2, rows, 2, 8)
+            torch.testing.assert_close(program.module()(q), Model()(q))
 
     def test_a_callable_first_seen_during_the_export(self):
         class Call(torch.nn.Module):
