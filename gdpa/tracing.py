@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -124,6 +125,9 @@ def _record(fn: Callable[[torch.Tensor], Any], *, derivative: bool = False) -> t
     returned: list[Any] = []
 
     def traced(s: torch.Tensor) -> tuple[Any, ...]:
+        # make_fx has just set it for the whole process, in which compiled functions, other threads' too, then refuse to run.
+        if hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
+            _symbolic_trace._is_fx_tracing_flag = False
         with _Watch(s):
             value = _call(fn, s)
         if isinstance(value, bool) or not isinstance(value, (torch.Tensor, int, float)):

@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,38 @@ def test_no_grad_and_inference_mode_do_not_change_what_is_traced(expressions):
         assert trace(functional.silu) == expressions["silu"]
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert trace(SUPPORTED["arithmetic"]) == expressions["arithmetic"]
+
+
+def test_compiled_functions_and_nested_tensors_of_other_threads_run_while_one_traces():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(s):
+        begun.set()
+        assert go_on.wait(60)
+        return s * 2
+
+    compiled = torch.compile(torch.sin, backend="eager")
+    x = torch.randn(8, 2, 8)
+    nested = torch.nested.nested_tensor_from_jagged(x, offsets=torch.tensor([0, 3, 8]))
+    expected = gdpa.attention(nested, nested, nested, "gelu").values()
+    with ThreadPoolExecutor(1) as pool:
+        traced = pool.submit(trace, slow)
+        try:
+            assert begun.wait(60)
+            torch.testing.assert_close(compiled(x), x.sin())
+            assert torch.equal(gdpa.attention(nested, nested, nested, "gelu").values(), expected)
+        finally:
+            go_on.set()
+        assert traced.result().formula == "s * 2"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_is_an_activation_alone_and_inside_another(backend):
+    compiled = torch.compile(lambda s: s * 2 + torch.sin(s), backend=backend)
+    assert trace(compiled).formula == "s * 2 + sin(s)"
+    assert trace(lambda s: compiled(s) * 3).formula == "(s * 2 + sin(s)) * 3"
+    x = torch.randn(5)
+    torch.testing.assert_close(compiled(x), x * 2 + x.sin())
 
 
 def test_a_process_forked_while_another_thread_traces_can_trace():
