@@ -23,6 +23,7 @@ import importlib
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
+from typing import NoReturn
 
 from gdpa.errors import BackendUnavailable
 from gdpa.problem import Problem
@@ -58,9 +59,17 @@ def load(name: str) -> ModuleType:
 def check_name(name: str | None) -> None:
     if name is None or name in BACKENDS:
         return
+    _fail_unknown(name)
+
+
+def _fail_unknown(name: str) -> NoReturn:
     close = difflib.get_close_matches(str(name), BACKENDS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise BackendUnavailable(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}{hint}")
+
+
+# Dynamo calls it as it is, and the error keeps its text; what torch.compiler.assume_constant_result does, without importing Dynamo.
+vars(_fail_unknown)["_dynamo_marked_constant"] = True
 
 
 def reason_against(name: str, problem: Problem) -> str | None:

@@ -142,6 +142,14 @@ class TestCompile:
         with pytest.raises(Exception, match=r"activation: .*gelo.*gelu"):
             compiled(torch.randn(1, 4, 2, 8))
 
+    def test_a_wrong_backend_is_named_inside_a_compiled_function(self):
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def compiled(q):
+            return gdpa.attention(q, q, q, backend="tritn")
+
+        with pytest.raises(Exception, match="backend: expected None or one of .*, got 'tritn'; did you mean 'triton'"):
+            compiled(torch.randn(2, 5, 2, 8))
+
     def test_a_callable_that_captures_is_refused_and_never_stale(self):
         """The refusal must stand on every call, whatever was compiled before."""
         q = torch.randn(1, 4, 2, 8)
