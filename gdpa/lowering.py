@@ -189,18 +189,20 @@ def _silu_backward(grad: Term, x: Term) -> Term:
     return grad * ((x * sigmoid) * (1.0 - sigmoid) + sigmoid)
 
 
-def _mish_parts(x: Term) -> tuple[Term, Term, Term]:
+def _mish_parts(x: Term) -> tuple[Term, Term, Term, Term]:
     # tanh(log1p(w)) = n / (n + 2) with n = w(w + 2); beyond 20 it is 1 in float32, and w * w would overflow at 44.
-    w = x.minimum(20.0).exp()
+    capped = x.minimum(20.0)
+    w = capped.exp()
     n = w * (w + 2.0)
     inverse = 1.0 / (n + 2.0)
-    return w, inverse, n * inverse
+    return capped, w, inverse, n * inverse
 
 
 def _mish_backward(grad: Term, x: Term) -> Term:
     # t + x sigmoid(x) (1 - t^2); 1 - t^2 = 4 (w + 1)^2 / (n + 2)^2 and sigmoid(x) = w / (w + 1) leave no cancellation.
-    w, inverse, tanh = _mish_parts(x)
-    return grad * ((x * (w * (w + 1.0)) * 4.0) * (inverse * inverse) + tanh)
+    # Beyond 20 there is nothing left of the product, whatever x is.
+    capped, w, inverse, tanh = _mish_parts(x)
+    return grad * ((capped * (w * (w + 1.0)) * 4.0) * (inverse * inverse) + tanh)
 
 
 def _log_sigmoid_derivative(grad: Term, x: Term) -> Term:
@@ -258,7 +260,7 @@ _RULES: dict[str, Callable[..., Term]] = {
     "hardsigmoid_backward": lambda grad, x: x.abs().lt(3.0).choose(grad * (1.0 / 6.0), 0.0),
     "hardswish": lambda x: x * ((x + 3.0).maximum(0.0).minimum(6.0) * (1.0 / 6.0)),
     "hardswish_backward": lambda grad, x: x.le(-3.0).choose(0.0, grad * x.lt(3.0).choose(x * (1.0 / 3.0) + 0.5, 1.0)),
-    "mish": lambda x: x * _mish_parts(x)[2],
+    "mish": lambda x: x * _mish_parts(x)[3],
     "mish_backward": _mish_backward,
     "log_sigmoid": lambda x: x.minimum(0.0) - (-x.abs()).exp().log1p(),
     "log_sigmoid_backward": _log_sigmoid_derivative,

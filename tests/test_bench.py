@@ -83,6 +83,7 @@ def test_the_size_follows_the_device_and_what_the_user_says():
     assert {(case.batch, case.heads, case.dim, case.seed) for case in cpu} == {(2, 4, 64, 7)}
     assert {case.batch for case in chosen(None, "quick", gpu=True)} == {32}
     assert [case.name for case in chosen(["self-9"], None, gpu=True)] == ["self-9"]
+    assert [case.name for case in chosen(["self-9", "self-09"], None, gpu=True)] == ["self-9"]
 
 
 def test_dense_cases_are_dense_tensors_and_the_others_packed():

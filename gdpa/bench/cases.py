@@ -199,7 +199,8 @@ def chosen(names: Iterable[str] | None, suite: str | None, gpu: bool, **override
     size = GPU_SIZE if gpu and suite != "quick" else CPU_SIZE
     size = replace(size, **{name: value for name, value in overrides.items() if value is not None})
     listed = [*(SUITES[suite] if suite is not None else ()), *(names or ())]
-    return tuple(Case.named(name, size) for name in dict.fromkeys(listed))
+    found = [Case.named(name, size) for name in listed]
+    return tuple({case.name: case for case in found}.values())  # self-8 and self-08 are one
 
 
 @dataclass(frozen=True)
