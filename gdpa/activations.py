@@ -16,9 +16,9 @@ from torch.nn import functional
 from gdpa.errors import GdpaError
 from gdpa.expression import HEADER, Expression, parse
 from gdpa.fingerprint import captures, fingerprint
-from gdpa.folding import spelled
 from gdpa.graph import parse_graph
 from gdpa.lowering import Precision
+from gdpa.spelling import spelled
 
 Function = Callable[[torch.Tensor], Any]
 

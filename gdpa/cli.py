@@ -406,9 +406,8 @@ def _precompile(options: argparse.Namespace) -> int:
     for name, size in (("--dim", options.dim), ("--value-dim", value_dim)):
         if not is_head_dimension(size):
             raise GdpaError(f"{name}: expected a multiple of 8 from 8 to 256, got {size}")
-    if (
-        options.arch is not None and not OLDEST_ARCHITECTURE <= options.arch < 200
-    ):  # LLVM ends the process where there is no such GPU
+    # LLVM ends the process where there is no such GPU.
+    if options.arch is not None and not OLDEST_ARCHITECTURE <= options.arch < 200:
         raise GdpaError(
             f"--arch: expected a compute capability from {OLDEST_ARCHITECTURE} on, such as 90 or 100, got {options.arch}"
         )

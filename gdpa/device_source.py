@@ -30,12 +30,13 @@ from gdpa.device_helpers import FAST_OF as _HELPERS_OF
 from gdpa.device_helpers import PORTABLE as _PORTABLE_HELPERS
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
-from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold, spelled
+from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold
 from gdpa.graph import SCORE, Graph, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
+from gdpa.spelling import spelled
 
-GENERATOR_VERSION = 17
+GENERATOR_VERSION = 18
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
-from gdpa.graph import OPERATIONS, SCORE, Builder, Graph, Operand, Ref, pruned
-from gdpa.lowering import Precision, Term
-
-_LOG2_E = math.log2(math.e)
-_LN_2 = math.log(2.0)
+from gdpa.graph import OPERATIONS, SCORE, Graph, Operand, Ref
 
 # A scale of 1e-12 to the third is still a normal float32, and so is a score of 1e12.
 _LARGEST_POWER = 3
@@ -42,94 +38,6 @@ _LARGEST_NUMBER = 1e12
 _LARGEST_OFFSET = 4096.0
 # More found nothing better for any activation of the tests; this many take a tenth of a second.
 _MOST_ATTEMPTS = 128
-
-
-def spelled(graph: Graph, precision: Precision) -> Graph:
-    """A primitive-level graph with powers written out in steps, and below float32 exp, log, sigmoid and division too."""
-    rules = _SPELLINGS | _OWN_SPELLINGS[precision]
-    builder = Builder()
-    results: dict[int, Operand] = {-1: SCORE}
-    for i, (name, operands) in enumerate(graph.statements):
-        arguments = [results[x.index] if isinstance(x, Ref) else x for x in operands]
-        rule = rules.get(name)
-        if precision == "bfloat16" and name == "sigmoid" and _centred(graph, operands[0]) and _in_sums_alone(graph, i):
-            rule = _centred_sigmoid
-        if name in ("log1p", "expm1") and not _in_sums_alone(graph, i):
-            rule = None
-        terms = [Term(builder, x) for x in arguments]
-        results[i] = builder.emit(name, *arguments) if rule is None else rule(*terms).operand
-    return pruned(builder.statements, [results[x.index] if isinstance(x, Ref) else x for x in graph.outputs])
-
-
-def _centred(graph: Graph, operand: Operand) -> bool:
-    """Whether the operand is the score times a number: scores are small or of either sign, and so is their multiple."""
-    if not isinstance(operand, Ref):
-        return False
-    if operand.index < 0:
-        return True
-    name, operands = graph.statements[operand.index]
-    return (
-        name in ("mul", "neg", "div")
-        and sum(isinstance(x, Ref) for x in operands) == 1
-        and any(_centred(graph, x) for x in operands)
-    )
-
-
-# What makes of a small number, and its error beside it, a large one.
-_MAGNIFYING = frozenset({"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"})
-
-
-def _in_sums_alone(graph: Graph, statement: int) -> bool:
-    """Whether what is made of a statement's result takes an absolute error of it: no logarithm, root or reciprocal of it does."""
-    made = {statement}
-    for i, (name, operands) in enumerate(graph.statements):
-        if any(isinstance(x, Ref) and x.index in made for x in operands):
-            divisor = operands[1] if name in ("div", "pow") else None
-            below = name == "pow" or (isinstance(divisor, Ref) and divisor.index in made)
-            if name in _MAGNIFYING or below:
-                return False
-            made.add(i)
-    return True
-
-
-def _centred_sigmoid(x: Term) -> Term:
-    # One special-function instruction; absolute error below 2^-12, so not for arguments far below 0.
-    return (x * 0.5).tanh() * 0.5 + 0.5
-
-
-def _divide(x: Term, y: Term) -> Term:
-    divisor = y.operand
-    if isinstance(divisor, Ref):
-        return x * y.reciprocal()
-    return x * (1.0 / divisor if divisor else math.copysign(math.inf, divisor))
-
-
-def _power(x: Term, y: Term) -> Term:
-    exponent = y.operand
-    if isinstance(exponent, Ref) or not math.isfinite(exponent):
-        return x.pow(y)
-    if exponent != int(exponent):
-        return (x.log2() * exponent).exp2()
-    magnitude = (x.abs().log2() * exponent).exp2()
-    return magnitude if exponent % 2 == 0 else x.lt(0.0).choose(-magnitude, magnitude)
-
-
-_SPELLINGS: dict[str, Callable[..., Term]] = {"pow": _power}
-_FAST_SPELLINGS: dict[str, Callable[..., Term]] = {
-    "exp": lambda x: (x * _LOG2_E).exp2(),
-    "expm1": lambda x: (x * _LOG2_E).exp2() - 1.0,
-    "log": lambda x: x.log2() * _LN_2,
-    "log1p": lambda x: (x + 1.0).log2() * _LN_2,
-    # A relative error of a few units in the last place, also far below 0.
-    "sigmoid": lambda x: ((x * -_LOG2_E).exp2() + 1.0).reciprocal(),
-    "div": _divide,
-}
-_OWN_SPELLINGS: dict[Precision, dict[str, Callable[..., Term]]] = {
-    "float32": {},
-    "bfloat16": _FAST_SPELLINGS,
-    # The one-instruction tanh errs as much as float16's rounding. This one is exact to 1e-7.
-    "float16": _FAST_SPELLINGS | {"tanh": lambda x: ((x * (-2.0 * _LOG2_E)).exp2() + 1.0).reciprocal() * 2.0 - 1.0},
-}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from gdpa.activations import Activation, activations
 from gdpa.folding import ONE as WHOLE
-from gdpa.folding import SCALE, Coefficient, Folded, fold, spelled, unfolded
+from gdpa.folding import SCALE, Coefficient, Folded, fold, unfolded
 from gdpa.folding import WEIGHT as WEIGHTED
+from gdpa.spelling import spelled
 
 pytest.importorskip("triton")
 

@@ -221,20 +221,23 @@ def test_a_batch_of_another_schema_is_refused(name: str) -> None:
     data = clicks()
     model, batch = tiny(name, data.schema), data.batch(0)
     for wrong, argument in (
-        (replace(batch, dense=batch.dense[:, :3]), "batch.dense: expected 8"),
-        (replace(batch, sparse=batch.sparse[:, :2]), "batch.sparse: expected 3"),
-        (replace(batch, history=replace(batch.history, values=None)), "batch.history.values: expected values"),
-        (replace(batch, dense=batch.dense[:4]), "batch.dense: expected 6 rows for 6 labels, got 4"),
-        (replace(batch, sparse=batch.sparse.float()), "batch.sparse: expected int64 ids, got torch.float32"),
-        (replace(batch, labels=batch.labels[:3]), "batch.dense: expected 3 rows for 3 labels, got 6"),
-        (replace(batch, request_timestamps=batch.request_timestamps[:3]), "batch.request_timestamps: expected 6 rows"),
-        (replace(batch, history=replace(batch.history, types=batch.history.types[:3])), "batch.history.types: expected"),
+        (replace(batch, dense=batch.dense[:, :3]), r"^dense: expected shape \(6, 8\)"),
+        (replace(batch, sparse=batch.sparse[:, :2]), r"^sparse: expected shape \(6, 3\)"),
+        (replace(batch, history=replace(batch.history, values=None)), "^history.values: expected a value per event"),
+        (replace(batch, dense=batch.dense[:4]), r"^dense: expected shape \(6, 8\), .*, got \(4, 8\)"),
+        (replace(batch, sparse=batch.sparse.float()), "^sparse: expected .* torch.int64, .* got .* torch.float32"),
+        (replace(batch, labels=batch.labels[:3]), r"^request_timestamps: expected shape \(3,\), .* got \(6,\)"),
+        (replace(batch, request_timestamps=batch.request_timestamps[:3]), r"^request_timestamps: expected shape \(6,\)"),
+        (replace(batch, history=replace(batch.history, types=batch.history.types[:3])), "^history.types: expected"),
         (
             replace(batch, history=replace(batch.history, offsets=batch.history.offsets[:4])),
-            "batch.history.offsets: expected 7 rows",
+            r"^history.offsets: expected shape \(7,\)",
         ),
         *(
-            (replace(batch, history=replace(batch.history, offsets=offsets)), "batch.history.offsets: expected to rise from 0 to")
+            (
+                replace(batch, history=replace(batch.history, offsets=offsets)),
+                "^history.offsets: expected a non-decreasing sequence from 0",
+            )
             for offsets in (batch.history.offsets + 1, batch.history.offsets.flip(0), batch.history.offsets.clamp(max=3))
         ),
     ):

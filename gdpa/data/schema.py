@@ -239,7 +239,8 @@ class Batch:
 
         Reads values on the host: for data that comes from outside, not for every step of a training loop.
         """
-        _check_shapes(self, schema)
+        check_shapes(self, schema)
+        check_offsets(self.history)
         fault = first_fault(self, schema)
         if fault is not None:
             raise GdpaError(f"batch: column {fault.column!r}, row {fault.row}: {fault.problem}")
@@ -288,7 +289,9 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def _check_shapes(batch: Batch, schema: Schema) -> None:
+def check_shapes(batch: Batch, schema: Schema, *, exact: bool = True) -> None:
+    """Refuse a batch whose tensors are not those of `schema`, without a look at their values. Where not `exact`, other dtypes of the same
+    kind may stand for float32 and int64: a model may compute in another precision."""
     count, history = batch.labels.shape[0] if batch.labels.dim() else 0, batch.history
     events = history.items.shape[0] if history.items.dim() else 0
     if (history.values is not None) != schema.values:
@@ -307,11 +310,17 @@ def _check_shapes(batch: Batch, schema: Schema) -> None:
     if history.values is not None:
         expected.append(("history.values", history.values, (events,), torch.float32))
     for name, tensor, shape, dtype in expected:
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != batch.labels.device:
+        right = tensor.dtype == dtype or (not exact and tensor.dtype.is_floating_point == dtype.is_floating_point)
+        if tuple(tensor.shape) != shape or not right or tensor.device != batch.labels.device:
             raise GdpaError(
                 f"{name}: expected shape {shape}, {dtype}, on {batch.labels.device}, got {tuple(tensor.shape)}, {tensor.dtype}, "
                 f"on {tensor.device}"
             )
+
+
+def check_offsets(history: History) -> None:
+    """Refuse offsets that are not those of all events. Reads them on the host."""
+    events = history.items.shape[0]
     if int(history.offsets[0]) != 0 or int(history.offsets[-1]) != events or bool((history.lengths < 0).any()):
         raise GdpaError(f"history.offsets: expected a non-decreasing sequence from 0 to {events}, the number of events")
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gdpa.data.schema import Batch, Schema
+from gdpa.data.schema import Batch, Schema, check_offsets, check_shapes
 from gdpa.errors import GdpaError
 from gdpa.models.config import Config
 from gdpa.models.sequences import Arrangement, Events, arrange
-from gdpa.models.tables import ITEMS, check_history_offsets, check_ids, make_tables, table_name
+from gdpa.models.tables import ITEMS, check_ids, is_readable, make_tables, table_name
 from gdpa.models.work import Part, Summary
 from gdpa.nn.base import AttentionModule
 
@@ -112,36 +112,12 @@ class ClickModel(nn.Module):
 
     def _check(self, batch: Batch) -> None:
         schema, history = self.schema, batch.history
-        if batch.dense.dim() != 2 or batch.sparse.dim() != 2:
-            shapes = tuple(batch.dense.shape), tuple(batch.sparse.shape)
-            raise GdpaError(f"batch: expected dense and sparse of two dimensions, got {shapes[0]} and {shapes[1]}")
-        for name, came, expected in (
-            ("dense", batch.dense.shape[0], len(batch)),
-            ("sparse", batch.sparse.shape[0], len(batch)),
-            ("request_timestamps", batch.request_timestamps.shape[0], len(batch)),
-            ("history.offsets", history.offsets.shape[0], len(batch) + 1),
-            *((f"history.{column}", rows.shape[0], history.items.shape[0]) for column, rows in history.events.items()),
-        ):
-            if came != expected:
-                raise GdpaError(f"batch.{name}: expected {expected} rows for {len(batch)} labels, got {came}")
-        for name, ids in (("sparse", batch.sparse), ("history.items", history.items), ("history.types", history.types)):
-            if ids.dtype not in (torch.int32, torch.int64):
-                raise GdpaError(f"batch.{name}: expected int64 ids, got {ids.dtype}")
-        check_history_offsets(history.offsets, history.items.shape[0])
-        for name, came, expected in (
-            ("dense", batch.dense.shape[1], schema.dense),
-            ("sparse", batch.sparse.shape[1], len(schema.sparse)),
-        ):
-            if came != expected:
-                raise GdpaError(f"batch.{name}: expected {expected} features as in the model's schema, got {came}")
-        if (batch.history.values is not None) != schema.values:
-            came_with = "none" if batch.history.values is None else "values"
-            raise GdpaError(
-                f"batch.history.values: expected {'values' if schema.values else 'none'} as in the schema, got {came_with}"
-            )
+        check_shapes(batch, schema, exact=False)
         if batch.dense.device != self.event_groups.device:
             raise GdpaError(f"batch: expected device {self.event_groups.device} (that of the model), got {batch.dense.device}")
+        if is_readable(history.offsets):
+            check_offsets(history)
         for index, (feature, size) in enumerate(schema.sparse):
             check_ids(f"sparse_{feature}", batch.sparse[:, index], size)
-        check_ids("history_item", batch.history.items, schema.items)
-        check_ids("history_type", batch.history.types, len(schema.event_types))
+        check_ids("history_item", history.items, schema.items)
+        check_ids("history_type", history.types, len(schema.event_types))

@@ -42,25 +42,19 @@ class Table(nn.Module):
         return f"{self.name!r}, rows={self.rows}, width={self.width}, sparse={self.sparse}"
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and type(tensor) is Tensor
+
+
 def check_ids(name: str, ids: Tensor, rows: int) -> None:
-    """Refuse ids that the table has no row for, where they can be read without waiting for a device."""
-    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling() or type(ids) is not Tensor:
+    """Refuse ids that the table has no row for, where they can be read."""
+    if not is_readable(ids) or ids.numel() == 0:
         return
     least, most = ids.aminmax()
     if int(least) < 0 or int(most) >= rows:
         wrong = int(least) if int(least) < 0 else int(most)
         raise GdpaError(f"{name}: expected ids from 0 to {rows - 1}, the rows of its table, got {wrong}")
-
-
-def check_history_offsets(offsets: Tensor, events: int) -> None:
-    """Refuse offsets that are not those of all events, where they can be read without waiting for a device."""
-    if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
-        return
-    if int(offsets[0]) != 0 or int(offsets[-1]) != events or bool((offsets.diff() < 0).any()):
-        raise GdpaError(
-            f"batch.history.offsets: expected to rise from 0 to {events}, the number of events, and never to fall, "
-            f"got {offsets.tolist() if offsets.shape[0] <= 10 else offsets[:10].tolist()}{'' if offsets.shape[0] <= 10 else ' ...'}"
-        )
 
 
 def table_name(schema: Schema, feature: str) -> str:

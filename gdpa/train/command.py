@@ -120,10 +120,9 @@ def _check_backend(settings: Settings, schema: Schema, device: torch.device) -> 
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
-    try:
-        config = models.preset_config(options.model, options.preset)
-    except GdpaError as error:  # of its own arguments, name and preset
-        raise GdpaError("--" + str(error).replace("name:", "model:", 1)) from None
+    check_choice("--model", options.model, tuple(models.PRESETS))
+    check_choice("--preset", options.preset, tuple(models.PRESETS[options.model]))
+    config = models.preset_config(options.model, options.preset)
     check_choice("--backend", options.backend, ("auto", *BACKENDS))
     bf16 = device.type == "cuda" if options.dtype is None else options.dtype == torch.bfloat16
     if options.dtype is not None and options.dtype not in (torch.bfloat16, torch.float32):

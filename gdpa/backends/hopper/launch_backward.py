@@ -108,7 +108,7 @@ def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
 # A tile that has none to go with it is followed by one of nothing, which takes a step, and the time of a tile's end. Of sequences with few
 # tiles too many are such: by count, a tile's end as one more step, the busiest of 132 programs has 1.2 times as much to do with lengths
 # uniform to 256, 1.02 times with lengths to 320, 0.96 times with lengths to 384; but 1.03 to 1.09 times with lognormal ones to 1024, whose
-# mean is 203. Where pairs were timed they gained more than by count; lengths like these were not timed.
+# mean is 203. Where pairs were timed against tiles one by one they gained more than by count; lengths like these were timed in pairs alone.
 LEAST_FOLDED_ROWS = 192  # of packed sequences, on average
 
 
