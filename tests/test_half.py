@@ -8,7 +8,7 @@ from helpers import make_case
 
 from gdpa import numerics
 from gdpa.activations import Activation, activations
-from gdpa.folding import spelled
+from gdpa.spelling import spelled
 
 
 def budget_used(monkeypatch, precision, **options) -> float:
