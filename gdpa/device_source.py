@@ -36,7 +36,7 @@ from gdpa.lifting import lift
 from gdpa.lowering import Precision
 from gdpa.spelling import spelled
 
-GENERATOR_VERSION = 18
+GENERATOR_VERSION = 19
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class DeviceFunctions:
         weighted_pair: `activate_pair_weighted(s, scale, weight, head) -> (g, dg)`, with f(scale * s) = c * g and
             weight * f'(scale * s) = dg; the weight is a scalar.
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
+        weighted_instructions: vector instructions of `weighted_pair` for a score, those of all activations together; 0 for float32,
+            where it is not folded.
         open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
             EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
             None where heads differ or the activation has no such form. Needs sm_90.
@@ -76,6 +78,7 @@ class DeviceFunctions:
     lifted: bool
     weighted_pair: Any
     weighted_factor: Any
+    weighted_instructions: int
     open_packed: Any
     finish_packed: Any
     source: str
@@ -122,6 +125,7 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         lifted=module.LIFTED,
         weighted_pair=module.activate_pair_weighted,
         weighted_factor=module.weighted_factor,
+        weighted_instructions=module.WEIGHTED_INSTRUCTIONS,
         open_packed=getattr(module, "open_packed", None),
         finish_packed=getattr(module, "finish_packed", None),
         source=source,
@@ -164,7 +168,7 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
-    functions.append(f"LIFTED = {writer.lifted}")
+    functions += [f"LIFTED = {writer.lifted}", f"WEIGHTED_INSTRUCTIONS = {writer.weighted_instructions}"]
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
     return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
@@ -305,6 +309,7 @@ class _Writer:
         self._own_helpers = {name: text for name, text in _FAST_HELPERS.items() if name in _HELPERS_OF[precision]}
         self._used: set[str] = set()
         self.lifted = False  # whether a function was written whose dg lacks 1
+        self.weighted_instructions = 0
 
     def helpers(self) -> list[str]:
         """The helper functions that were called, directly or by others, each after those it calls."""
@@ -338,6 +343,8 @@ class _Writer:
         folded = fold(graph, multiples) if raised is None else raised
         self.lifted |= raised is not None
         weighted = WEIGHT in multiples
+        if weighted:
+            self.weighted_instructions += folded.instructions
         own_name = f"{'weighted' if weighted else 'scaled'}_{name}_{number}"
         lines = []
         for label, result, factor, multiple in zip(("f", "f'"), ("g", "dg"), folded.factors, multiples, strict=False):

@@ -48,11 +48,11 @@ class TestPlan:
         ],
     )
     def test_the_way_of_dq(self, form, keys, batch, way):
-        from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         problem = make_case(form, q_lengths=(3,) * batch, k_lengths=(keys,) * batch, heads=4, head_dim=8).problem
-        assert launch.way_of_dq(problem, True) == getattr(launch, way)
-        assert launch.way_of_dq(problem, False) == launch.NONE
+        assert plan.way_of_dq(problem, True) == getattr(plan, way)
+        assert plan.way_of_dq(problem, False) == plan.NONE
 
     @pytest.mark.parametrize(
         ("form", "keys", "activation", "way"),
@@ -70,12 +70,12 @@ class TestPlan:
     )
     def test_the_way_of_dv(self, form, keys, activation, way):
         """Jagged keys go through V whatever their lengths, which the host does not know."""
-        from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         options = {"heads": 4, "head_dim": 8, "activation": activation, "dtype": torch.bfloat16}
         problem = make_case(form, q_lengths=(3,) * 4, k_lengths=(keys,) * 4, **options).problem
-        assert launch.way_of_dv(problem, True) == getattr(launch, way)
-        assert launch.way_of_dv(problem, False) == launch.NONE
+        assert plan.way_of_dv(problem, True) == getattr(plan, way)
+        assert plan.way_of_dv(problem, False) == plan.NONE
 
     @pytest.mark.parametrize(
         ("form", "keys", "copied"),
@@ -91,10 +91,11 @@ class TestPlan:
 
     def test_a_few_rows_are_summed_in_fp32(self):
         from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         for rows, few in ((8, 4), (7, 1)):
             case = make_case("dense", q_lengths=(rows, rows), k_lengths=(200, 200), heads=4, head_dim=8)
-            assert launch.rounded_tiles(case.problem) == few
+            assert plan.rounded_tiles(case.problem) == few
             assert launch._copy(case.problem, True, case.inputs.q).shape == (case.inputs.q.shape if few == 1 else (1, 4, 8))
 
     @pytest.mark.parametrize(
@@ -113,9 +114,10 @@ class TestPlan:
     )
     def test_pairs_of_tiles(self, form, queries, keys, batch, heads, paired):
         from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         problem = make_case(form, q_lengths=(queries,) * batch, k_lengths=(keys,) * batch, heads=heads, head_dim=8).problem
-        assert launch.is_paired(problem, 132) == paired
+        assert plan.is_paired(problem, 132) == paired
         tiles, *_, rotating, _, _, _ = launch._numbers(problem, 132)
         assert rotating == (0 if paired else 132)
         assert tiles >= batch * heads * -(-keys // 128)
@@ -132,11 +134,54 @@ class TestPlan:
         ],
     )
     def test_whose_tiles_are_together(self, form, keys, together):
-        from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         problem = make_case(form, q_lengths=(3,) * 2, k_lengths=(keys,) * 2, heads=4, head_dim=8).problem
-        assert launch.is_together(problem, True) is together
-        assert launch.is_together(problem, False) is False
+        assert plan.is_together(problem, True) is together
+        assert plan.is_together(problem, False) is False
+
+    @pytest.mark.parametrize(
+        ("form", "queries", "keys", "activation", "options", "rows", "in_order"),
+        [
+            ("dense", 257, 257, "silu", {}, 128, True),
+            ("dense", 256, 257, "silu", {}, 64, False),
+            ("dense", 257, 128, "silu", {}, 64, False),  # dQ is stored
+            ("dense", 512, 512, "gelu", {}, 128, False),  # no room for the instructions of a first step in order
+            ("dense", 511, 512, "gelu", {}, 64, False),
+            ("packed", 240, 240, "relu", {}, 128, True),
+            ("packed", 239, 239, "relu", {}, 64, False),
+            ("packed", 960, 960, "gelu_tanh", {}, 128, False),
+            ("packed", 959, 959, "gelu_tanh", {}, 64, False),
+            ("dense-key", 240, 129, "silu", {}, 128, True),
+            ("shared-query", 300, 300, "silu", {}, 64, False),
+            ("dense", 1024, 1024, "softplus", {}, 64, False),  # twelve instructions a score
+            ("dense", 1024, 1024, "silu", {"kv_heads": 2}, 64, False),
+            ("dense", 1024, 1024, "silu", {"dtype": torch.float16}, 64, False),
+            ("dense", 1024, 1024, "silu", {"deterministic": True}, 64, False),
+            ("dense", 1024, 1024, ["silu", "relu", "silu", "silu"], {}, 64, False),
+            ("dense", 1024, 1024, torch.sqrt, {}, 64, False),  # needs a mask
+            ("dense", 1024, 1024, "silu", {"causal": True}, 128, True),
+            ("dense", 512, 512, "silu", {"causal": True}, 64, False),
+            ("packed", 1024, 1024, "silu", {"causal": True}, 64, False),
+            ("dense", 1024, 1024, "silu", {"head_dim": 128}, 64, True),
+            ("dense", 512, 512, "silu", {"head_dim": 128}, 64, False),
+            ("packed", 1024, 1024, "silu", {"head_dim": 128}, 64, False),
+            ("dense", 1024, 1024, "softplus", {"head_dim": 128}, 64, False),
+        ],
+    )
+    def test_how_long_a_step_is(self, form, queries, keys, activation, options, rows, in_order):
+        from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
+
+        options = {"heads": 4, "head_dim": 64, "dtype": torch.bfloat16, **options}
+        deterministic = options.pop("deterministic", False)
+        problem = make_case(form, q_lengths=(queries,) * 2, k_lengths=(keys,) * 2, activation=activation, **options).problem
+        problem = dataclasses.replace(problem, deterministic=deterministic)
+        assert plan.step_rows(problem) == rows
+        assert plan.is_in_order(problem, True) is in_order
+        # A counter for every step that a sequence may have, wherever it begins.
+        steps = queries // rows + 1
+        assert launch._counter_count(problem) >= 2 * steps * 4
 
     @pytest.mark.parametrize(
         ("form", "options", "same", "taken"),
@@ -154,11 +199,11 @@ class TestPlan:
         ],
     )
     def test_which_windows_it_takes(self, form, options, same, taken):
-        from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         case = make_case(form, **{"q_lengths": (300, 300), "heads": 4, "head_dim": 64, **options})
         k_offsets = case.inputs.cu_seqlens_q if same else case.inputs.cu_seqlens_k
-        assert launch.takes_window(case.problem, case.inputs.cu_seqlens_q, k_offsets) is taken
+        assert plan.takes_window(case.problem, case.inputs.cu_seqlens_q, k_offsets) is taken
 
     @pytest.mark.parametrize(
         ("form", "keys", "deterministic", "way", "rounds_long"),
@@ -173,12 +218,13 @@ class TestPlan:
     )
     def test_the_way_of_causal_dq(self, form, keys, deterministic, way, rounds_long):
         from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         problem = make_case(form, q_lengths=(keys, keys), heads=4, head_dim=64, causal=True).problem
         problem = dataclasses.replace(problem, deterministic=deterministic)
-        assert launch.way_of_dq(problem, True) == getattr(launch, way)
-        assert launch._rounds_long(problem, launch.way_of_dq(problem, True)) == rounds_long
-        assert launch.is_paired(problem, 1) == launch.is_folded(problem)
+        assert plan.way_of_dq(problem, True) == getattr(plan, way)
+        assert launch._rounds_long(problem, plan.way_of_dq(problem, True)) == rounds_long
+        assert plan.is_paired(problem, 1) == plan.is_folded(problem)
 
     @pytest.mark.parametrize(
         ("form", "keys", "folded"),
@@ -192,12 +238,13 @@ class TestPlan:
     )
     def test_tiles_of_causal_sequences_are_folded_where_none_is_known_to_be_in_the_middle(self, form, keys, folded):
         from gdpa.backends.hopper import launch_backward as launch
+        from gdpa.backends.hopper import plan_backward as plan
 
         problem = make_case(form, q_lengths=(keys, keys), heads=4, head_dim=64, causal=True).problem
-        assert launch.is_folded(problem) is folded
+        assert plan.is_folded(problem) is folded
         assert launch._listed(problem) == (256 if folded else 128)
-        assert not launch.is_folded(dataclasses.replace(problem, deterministic=True))
-        assert not launch.is_folded(dataclasses.replace(problem, window=(-1, -1)))
+        assert not plan.is_folded(dataclasses.replace(problem, deterministic=True))
+        assert not plan.is_folded(dataclasses.replace(problem, window=(-1, -1)))
 
     @pytest.mark.parametrize("together", [False, True])
     @pytest.mark.parametrize(("batch", "heads", "tiles"), [(3, 4, 5), (5, 1, 7), (1, 3, 16)])
@@ -294,7 +341,7 @@ class TestRelay:
             "TILE": 128,
             "RELAY": relay.RELAY,
         }
-        namespace |= {name: getattr(relay, name).value for name in ("ROUNDED", "COMES_BACK", "CODE_BITS", "DIAGONAL")}
+        namespace |= {name: getattr(relay, name).value for name in ("ROUNDED", "COMES_BACK", "CODE_BITS")}
         namespace["gl"].minimum = min
         for name in ("first_step", "find_relay", "find_rank", "find_causal", "causal_rank", "fate"):
             source = inspect.getsource(getattr(relay, name).fn).replace("@gluon.jit\n", "")
@@ -349,20 +396,21 @@ class TestRelay:
     @pytest.mark.parametrize("apart", [1, 4])
     @pytest.mark.parametrize("rotating", [0, 132])
     @pytest.mark.parametrize("queries", [1, 64, 65, 128, 129, 300, 640, 1000, 4224, 4300])
-    def test_causal_steps_have_one_tile_that_rounds_and_nobody_waits_in_a_circle(self, kernels, apart, rotating, queries):
+    @pytest.mark.parametrize("rows", [64, 128])
+    def test_causal_steps_have_one_tile_that_rounds_and_nobody_waits_in_a_circle(self, kernels, apart, rotating, queries, rows):
         """In a fixed order, with dQ passed on from two tiles on."""
-        steps, count, few = -(-queries // 64), -(-queries // 128), 1
+        steps, count, few = -(-queries // rows), -(-queries // 128), 1
         ranks: dict[int, dict[int, int]] = {step: {} for step in range(steps)}
         rounding: dict[int, list[int]] = {step: [] for step in range(steps)}
         own = {}  # (tile, step of the sequence): the tile's own step
         for tile in range(count):
-            start, code = kernels.find_causal(128 * tile, queries, count, rotating, few, apart, True)
-            assert start * 64 == tile * 128  # the first query that sees its first key
+            start, code = kernels.find_causal(128 * tile, queries, count, rotating, few, apart, True, rows)
+            assert start * rows == tile * 128  # the first query that sees its first key
             for here in range(start, steps):
-                rank, there = kernels.causal_rank(128 * tile, count, here, rotating, apart)
-                assert there == len([t for t in range(count) if 2 * t <= here])
+                rank, there = kernels.causal_rank(128 * tile, count, here, rotating, apart, rows)
+                assert there == len([t for t in range(count) if 128 * t <= here * rows])
                 own[tile, here], ranks[here][tile] = here - start, rank
-                is_rounded, comes_back = kernels.fate(code, here - start + 1, True)
+                is_rounded, comes_back = kernels.fate(code, here - start + 1, True, rows)
                 assert is_rounded == (rank == there - 1)
                 assert (comes_back >= 0) == (is_rounded and rank > 0)
                 if is_rounded:
@@ -381,14 +429,16 @@ class TestRelay:
             waiting -= ready
             done |= ready
 
-    def test_causal_tiles_that_are_not_few_add_up_where_the_order_does_not_matter(self, kernels):
+    @pytest.mark.parametrize("rows", [64, 128])
+    def test_causal_tiles_that_are_not_few_add_up_where_the_order_does_not_matter(self, kernels, rows):
         for count in (1, 4, 5, 16):
             for tile in range(count):
-                _, code = kernels.find_causal(128 * tile, 64, count, 132, 4, 1, False)
-                fates = {kernels.fate(code, done, True) for done in (1, 2, 3, 9)}
+                _, code = kernels.find_causal(128 * tile, 64, count, 132, 4, 1, False, rows)
+                fates = {kernels.fate(code, done, True, rows) for done in (1, 2, 3, 9)}
                 assert fates == ({(True, -1)} if count <= 4 else {(False, -1)})
 
     @pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+    @pytest.mark.parametrize("rows_of_step", [64, 128])
     @pytest.mark.parametrize(
         "offsets",
         [
@@ -404,7 +454,9 @@ class TestRelay:
             (2**30, -(2**30), 12345678, -1),
         ],
     )
-    def test_every_causal_tile_has_a_step_and_keys_inside_the_buffer_whatever_the_offsets_hold(self, kernels, offsets, ordered):
+    def test_every_causal_tile_has_a_step_and_keys_inside_the_buffer_whatever_the_offsets_hold(
+        self, kernels, offsets, ordered, rows_of_step
+    ):
         """A tile of fewer steps than none would keep its program waiting for ever."""
         from gdpa import schedule
 
@@ -414,8 +466,8 @@ class TestRelay:
         find_tile = TestPlan.find_tile(records.flatten().tolist())
         for taken in range(int(records[0, 0]) * (1 if ordered else 2)):
             _, _, k_start, k_length, row, q_start, q_length, count = find_tile(taken, 0, 0, 0, 0, 1, True, not ordered, False, True)
-            start, _ = kernels.find_causal(row, q_length, count, 132, 4, 1, ordered)
-            assert max(1, -(-q_length // 64)) - start >= 1
+            start, _ = kernels.find_causal(row, q_length, count, 132, 4, 1, ordered, rows_of_step)
+            assert max(1, -(-q_length // rows_of_step)) - start >= 1
             assert k_start >= 0 and k_start + k_length <= rows and q_start >= 0 and q_start + q_length <= rows
             assert 0 <= row < max(k_length, 1)
 
@@ -429,7 +481,7 @@ class TestRelay:
             draw = random.Random(seed)
             work: list[list[int]] = [[] for _ in range(programs)]  # the steps of the sequence that each is to go through
             for tile in draw.sample(range(count), count):
-                start, _ = kernels.find_causal(128 * tile, queries, count, 132, 4, 1, False)
+                start, _ = kernels.find_causal(128 * tile, queries, count, 132, 4, 1, False, 64)
                 draw.choice(work).extend(range(start, steps))
             tickets, written = [0] * steps, [False] * steps
             held: list[int | None] = [None] * programs
@@ -445,15 +497,15 @@ class TestRelay:
                     written[here] |= held[i] == 0
                     held[i] = None
                     work[i].pop(0)
-            assert tickets == [kernels.causal_rank(0, count, here, 132, 1)[1] for here in range(steps)]
+            assert tickets == [kernels.causal_rank(0, count, here, 132, 1, 64)[1] for here in range(steps)]
 
     def test_tiles_without_queries_are_alone(self, kernels):
         assert kernels.find_relay(128, 0, 4, 1, 132, 4, kernels.relay) == (0, 1, 0)
         for ordered in (False, True):
             for tile in range(9):
-                start, code = kernels.find_causal(128 * tile, 0, 9, 132, 4, 1, ordered)
+                start, code = kernels.find_causal(128 * tile, 0, 9, 132, 4, 1, ordered, 64)
                 assert start == 0  # they have one step, of zeros
-                assert kernels.fate(code, 1, True) == (True, -1)
+                assert kernels.fate(code, 1, True, 64) == (True, -1)
 
 
 class TestUnattended:
@@ -500,10 +552,10 @@ class TestUnattended:
 @pytest.mark.parametrize(("queries", "mean"), [(64, 0.0), (64, 1.0), (1000, 0.0)])
 def test_parts_of_dq_that_are_rounded_and_added_stay_in_the_budget(queries, mean, tiles, dtype):
     """What the kernel does with dQ of a few tiles, every rounding made here; a mean makes the parts add up instead of averaging out."""
-    from gdpa.backends.hopper import launch_backward as launch
+    from gdpa.backends.hopper import plan_backward as plan
     from gdpa.numerics import verdict_on
 
-    assert tiles <= launch.MOST_ROUNDED_TILES
+    assert tiles <= plan.MOST_ROUNDED_TILES
     for seed in range(20):
         torch.manual_seed(seed)
         ds = torch.randn(queries, 128 * tiles, dtype=torch.float64) + mean

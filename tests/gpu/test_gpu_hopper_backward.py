@@ -1,7 +1,7 @@
 """The ways that the hopper backward has for dQ, and what it leaves out.
 
-Which way a call takes depends on its form and the lengths of the keys (launch_backward.way_of_dq, is_paired); the tests of
-test_gpu_hopper.py are too small for some of them.
+Which way a call takes depends on its form and the lengths of the keys (plan_backward.way_of_dq, is_paired, step_rows); the tests
+of test_gpu_hopper.py are too small for some of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from helpers import assert_neighbours_untouched, check, make_case, poison_sequen
 
 import gdpa
 from gdpa import shortcut
-from gdpa.backends.hopper import launch_backward
-from gdpa.backends.hopper.launch_backward import NONE, RELAY, SHARED, STORE
+from gdpa.backends.hopper import launch_backward, plan_backward
+from gdpa.backends.hopper.plan_backward import NONE, RELAY, SHARED, STORE
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the hopper backend needs a Hopper GPU"
@@ -46,8 +46,8 @@ def ways(monkeypatch, anew):
     launch = launch_backward._launch
 
     def noted(problem, tensors, *rest):
-        paired = launch_backward.is_paired(problem, launch_backward.multiprocessors(tensors[0].device))
-        taken.append((launch_backward.way_of_dq(problem, rest[-1][0]), paired))
+        paired = plan_backward.is_paired(problem, launch_backward.multiprocessors(tensors[0].device))
+        taken.append((plan_backward.way_of_dq(problem, rest[-1][0]), paired))
         launch(problem, tensors, *rest)
 
     monkeypatch.setattr(launch_backward, "_launch", noted)
@@ -139,6 +139,73 @@ def test_one_sequence_never_reaches_another(poison):
     for sequence in (3, 50, MANY - 1):
         dirty = run(poison_sequence(case, sequence, poison), "hopper")
         assert_neighbours_untouched(case, sequence, clean, dirty, reordered=("dq",))
+
+
+LONG: dict[str, Any] = {**BASE, "head_dim": 64}  # steps of 128 queries
+LONG_LENGTHS = (1100, 0, 2047, 1, 1500, 129, 2600, 1024, 65, 1537)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "identity"])
+@pytest.mark.parametrize(
+    ("form", "queries", "keys"),
+    [
+        ("dense", (600,) * 40, (129,) * 40),
+        ("dense", (513,) * 40, (513,) * 40),
+        ("dense", (1100,) * 9, (640,) * 9),
+        ("dense", (520,) * 3, (6000,) * 3),  # more tiles and heads than programs
+        ("dense-key", LONG_LENGTHS, (700,) * 10),
+        ("packed", LONG_LENGTHS, LONG_LENGTHS),
+        ("packed", LONG_LENGTHS, LONG_LENGTHS[::-1]),
+    ],
+)
+def test_long_steps(form, queries, keys, activation):
+    options = {"out_scale": "per-sequence", "tail": (7, 130)} if form == "packed" else {}
+    case = make_case(form, **LONG, q_lengths=queries, k_lengths=keys, activation=activation, **options)
+    assert plan_backward.step_rows(case.problem) == 128
+    check(case, "hopper")
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+@pytest.mark.parametrize("rows", [513, 640, 1024, 1153])
+def test_long_causal_steps(rows, activation):
+    case = make_case("dense", **LONG, q_lengths=(rows,) * 9, activation=activation, causal=True)
+    assert plan_backward.step_rows(case.problem) == 128
+    check(case, "hopper")
+
+
+@pytest.mark.parametrize("needs", [(q, k, v) for q in (0, 1) for k in (0, 1) for v in (0, 1) if k or v])
+def test_long_steps_leave_out_gradients_nobody_asked_for(needs):
+    case = make_case("dense", **LONG, q_lengths=(600,) * 9, activation="silu")
+    whole = run(case, "hopper")
+    inputs = [x.detach().clone().requires_grad_(bool(need)) for x, need in zip(case.inputs[:3], needs, strict=True)]
+    case.call(*inputs, "hopper").backward(case.d_out)
+    for x, need, right in zip(inputs, needs, whole[1:], strict=True):
+        assert (x.grad is not None) == bool(need)
+        if need:
+            assert (x.grad - right).norm() <= 0.01 * right.norm()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_long_steps_keep_a_sequence_from_the_others(activation):
+    case = make_case(**LONG, q_lengths=LONG_LENGTHS, activation=activation)
+    assert plan_backward.step_rows(case.problem) == 128
+    clean = run(case, "hopper")
+    for sequence in (0, 4, 9):
+        dirty = run(poison_sequence(case, sequence, float("nan")), "hopper")
+        assert_neighbours_untouched(case, sequence, clean, dirty, reordered=("dq",))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(0, 100, 5000, 2**31 - 1), (-(2**31), -5, 0, 900), (0, 900, 100, 1000), (1000, 700, 100, 0), (2**30, -(2**30), 7, -1)],
+)
+def test_long_steps_with_garbage_for_offsets(values):
+    case = make_case(**LONG, q_lengths=(300, 400, 300), activation="silu")
+    garbage = torch.tensor(values, dtype=torch.int64, device="cuda")
+    case = case.with_inputs(cu_seqlens_q=garbage, cu_seqlens_k=garbage)
+    assert plan_backward.step_rows(case.problem) == 128
+    run(case, "hopper")
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(

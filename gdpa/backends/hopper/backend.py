@@ -92,11 +92,11 @@ def backward(
     out_scale: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    from gdpa.backends.hopper import launch_backward
+    from gdpa.backends.hopper import launch_backward, plan_backward
     from gdpa.backends.triton import run as portable
 
     arguments = (problem, d_out, q, k, v, cu_seqlens_q, cu_seqlens_k, out_scale, needs)
-    own = (needs[1] or needs[2]) and launch_backward.takes_window(problem, cu_seqlens_q, cu_seqlens_k)
+    own = (needs[1] or needs[2]) and plan_backward.takes_window(problem, cu_seqlens_q, cu_seqlens_k)
     return launch_backward.backward(*arguments) if own else portable.backward(*arguments)
 
 
@@ -112,9 +112,9 @@ def prepare_backward(
     needs: tuple[bool, bool, bool],
 ) -> ReadyBackward | PortableBackward | None:
     """How gradients of this problem are computed from tensors that lie as these; see gdpa/shortcut.py."""
-    from gdpa.backends.hopper import launch_backward
+    from gdpa.backends.hopper import launch_backward, plan_backward
     from gdpa.backends.triton import run as portable
 
     arguments = (problem, d_out, q, k, v, out_scale, needs)
-    own = (needs[1] or needs[2]) and launch_backward.takes_window(problem, cu_seqlens_q, cu_seqlens_k)
+    own = (needs[1] or needs[2]) and plan_backward.takes_window(problem, cu_seqlens_q, cu_seqlens_k)
     return launch_backward.prepare(*arguments) if own else portable.prepare_backward(*arguments)

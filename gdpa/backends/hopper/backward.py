@@ -4,7 +4,8 @@
     dV = out_scale * P^T dO      dK = out_scale * scale * dS^T Q      dQ = out_scale * scale * dS K
 
 One persistent program a multiprocessor walks over tiles: 128 keys of one (sequence, key head), with the queries of every head of the
-group, 64 a step. Nothing but q, k, v and dO is read, and each score is computed once: five products a step. The partitions:
+group, 64 a step, or 128 (ROWS; plan_backward.step_rows). Nothing but q, k, v and dO is read, and each score is computed once: five
+products a step. The partitions:
 
     query_producer   one warp: copies the queries and dO of each step into shared memory
     key_producer     one warp: the keys and values of each tile, and a note of all that the consumers must know of it; may send dV off
@@ -12,7 +13,8 @@ group, 64 a step. Nothing but q, k, v and dO is read, and each score is computed
     consumer 1       the same for keys 64 to 127
     reducer 0, 1     one warp each, every second step: send its dQ off
 
-dQ sums over all keys, so the consumers exchange dS through shared memory, and each multiplies it into one half of dQ's columns.
+dQ sums over all keys, so the consumers exchange dS through shared memory, and each multiplies it into its part of dQ: 64 rows of half the
+columns, or half of 128 rows.
 
 A consumer's steps form one stream that does not stop where a tile ends. In step i it
 
@@ -25,7 +27,8 @@ A consumer's steps form one stream that does not stop where a tile ends. In step
 
 where dK(i - 1) and dQ(i - 1) are the tile's before when step i opens one. No product is in flight where the loop closes: there the
 compiler would wait after each one. Registers bound the order: dK and dV take 128 of a thread's 232, S, dP and dQ 32 each, f'(S) 32, P
-and dS 16. The consumers take turns, each with its first two products, then each with its other three: while one activates or makes dS,
+and dS 16; or, with 128 queries at D = 64, dK and dV 64, S, dP and f'(S) 64 each, dQ, P and dS 32, and dV is waited for before dP is issued,
+which frees P. The consumers take turns, each with its first two products, then each with its other three: while one activates or makes dS,
 the other multiplies. That dQ lags a step is what lets them: it waits for both.
 
 When step i opens a tile, dV of the tile before is on its way out: through the memory of V, whose next tile is not needed before dP(i), or
@@ -65,7 +68,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from gdpa.backends.hopper.compat import load_async, partition_barrier, store_async, store_wait
-from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, new_barriers, new_buffers, pinned
+from gdpa.backends.hopper.pipeline import RAGGED, arrive, join, join_after, new_barriers, new_buffers, pinned
 from gdpa.backends.hopper.relay import (
     NONE,
     THROUGH_DQ,
@@ -88,8 +91,8 @@ from gdpa.backends.hopper.tiles import (
     KEYS,
     LAST_FROM,
     NOTHING,
+    PART,
     QUERIES,
-    ROWS,
     START,
     STEPS,
     TILE,
@@ -121,7 +124,7 @@ def key_producer(
     factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DV: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr,
     TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr,
-    DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     stream = 0  # steps so far
     old_end, old_row, old_head = 0, 0, 0  # where dV of the tile before goes
@@ -130,9 +133,9 @@ def key_producer(
         head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
             taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
         )
-        steps = block_count(q_length) * GROUP
+        steps = block_count(q_length, ROWS) * GROUP
         if CAUSAL:
-            start, last_from = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            start, last_from = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED, ROWS)
             steps -= start
         else:
             start, _, last_from = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
@@ -183,7 +186,7 @@ def query_producer(
     q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_Q: gl.constexpr, STRIDE_DO: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
-    DQ: gl.constexpr, ORDERED: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     index = 0  # of the step in the stream
     for taken in range(tile_count(tiles, PAIRED)):
@@ -194,11 +197,11 @@ def query_producer(
         if Q_SHARED:
             q_start = 0
             d_start = sequence * q_rows
-        blocks = block_count(q_length)
+        blocks = block_count(q_length, ROWS)
         all_steps = blocks * GROUP
         steps = all_steps  # of the tile
         if CAUSAL:
-            start, _ = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            start, _ = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED, ROWS)
             steps -= start
         else:
             start, _, _ = find_relay(row, q_length, count, steps, rotating, 1 if TOGETHER else KV_HEADS, DQ)
@@ -236,7 +239,7 @@ def send(result, factor, note, tile, memory, desc, STRIDE: gl.constexpr, WHICH: 
 
 
 @gluon.jit
-def issue_scores(ds, dk, continued, keys, queries, old_queries, WITH_DK: gl.constexpr, WHICH: gl.constexpr):
+def issue_scores(ds, dk, continued, keys, queries, old_queries, ROWS: gl.constexpr, WITH_DK: gl.constexpr, WHICH: gl.constexpr):
     """The first two products of a step: S^T, and dK of the step before."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
@@ -249,20 +252,25 @@ def issue_scores(ds, dk, continued, keys, queries, old_queries, WITH_DK: gl.cons
 
 
 @gluon.jit
-def issue_dq(ds_memory, keys, buffer, WHICH: gl.constexpr, D: gl.constexpr):
-    """This consumer's columns of dQ, once both halves of dS are there."""
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
-    no_dq = gl.zeros([ROWS, D // 2], gl.float32, q_layout)
+def issue_dq(ds_memory, keys, buffer, WHICH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr):
+    """This consumer's half of dQ, once both halves of dS are there: its columns, or its rows of a step that has more than a part."""
+    COLUMNS: gl.constexpr = D if ROWS > PART else D // 2
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    no_dq = gl.zeros([PART, COLUMNS], gl.float32, q_layout)
     join(DS + 2 * buffer + (1 - WHICH), CONSUMERS)
-    half = keys.slice(WHICH * (D // 2), D // 2, dim=1)
-    return warpgroup_mma(ds_memory.index(buffer).permute((1, 0)), half, no_dq, use_acc=False, is_async=True)
+    ds = ds_memory.index(buffer)
+    if ROWS > PART:
+        ds = ds.slice(WHICH * PART, PART, dim=1)
+    else:
+        keys = keys.slice(WHICH * COLUMNS, COLUMNS, dim=1)
+    return warpgroup_mma(ds.permute((1, 0)), keys, no_dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def activated(
     s, scale, weight, note, steps, step,
     activate: gl.constexpr, GROUP: gl.constexpr, FOLD: gl.constexpr, MASK_TAIL: gl.constexpr, CAUSAL: gl.constexpr,
-    MASK_LATER: gl.constexpr, WHICH: gl.constexpr,
+    MASK_LATER: gl.constexpr, ROWS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """f of transposed scores, but for a factor that `activate` may leave out, and the weight times f'."""
     # Compiled in only where activations differ between heads, or need a mask.
@@ -284,10 +292,10 @@ def activated(
         y = gl.where(inside, y, 0.0)
         slope = gl.where(inside, slope, 0.0)
     if MASK_LATER:  # keys that come after the query
-        # The tile's first query is its first key. Consumer 0's keys are seen by all queries after its first step, consumer 1's after two.
+        # The tile's first query is its first key. Consumer 0's keys are seen by all queries after 64 of them, consumer 1's after 128.
         key = gl.arange(0, KEYS, gl.SliceLayout(1, s.type.layout))[:, None]
         query = gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))[None, :]
-        seen = key <= query + (step - WHICH) * ROWS
+        seen = key <= query + (step * (ROWS // KEYS) - WHICH) * KEYS
         y = gl.where(seen, y, 0.0)
         slope = gl.where(seen, slope, 0.0)
     return y, slope
@@ -309,8 +317,8 @@ def consumer(
     dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
     tiles, scale,
     activate: gl.constexpr, FOLD: gl.constexpr, GROUP: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
-    PAIRED: gl.constexpr, CAUSAL: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
-    DQ: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, WHICH: gl.constexpr,
+    ROWS: gl.constexpr, PAIRED: gl.constexpr, CAUSAL: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
+    DQ: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, IN_ORDER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -344,36 +352,46 @@ def consumer(
         queries.wait_full(stage, phase)
         steps = read(note, STEPS)
         my_keys = keys.tile(slot).slice(WHICH * KEYS, KEYS)
-        s_token, dk_token = issue_scores(ds, dk, continued, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH)
+        s_token, dk_token = issue_scores(
+            ds, dk, continued, my_keys, queries.tile(stage), queries.tile(stage ^ 1), ROWS, WITH_DK, WHICH
+        )
         if DV == THROUGH_V:
             store_wait(0)  # dV of the tile before has left
             mbarrier.arrive(values_free.index(WHICH), count=1)
         s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
         weight = read_float(note, WEIGHT)
-        y, slope = activated(s, scale, weight, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, CAUSAL, CAUSAL, WHICH)
-        p = gl.convert_layout(pinned(y).to(dtype), p_layout)
+        y, slope = activated(
+            s, scale, weight, note, steps, steps * 0, activate, GROUP, FOLD, MASK_TAIL, CAUSAL, CAUSAL, ROWS, WHICH
+        )
+        p = pinned(y).to(dtype)
         slope = pinned(slope)
         if WITH_DK:
             dk = warpgroup_mma_wait(0, deps=[dk_token])
         arrive(EMPTY + (stage ^ 1), ALL)
         d_out.wait_full(stage, phase)
-        join(TURN + WHICH, CONSUMERS)
+        if IN_ORDER:
+            p, slope = join_after(p, slope, TURN + WHICH, CONSUMERS)
+        else:
+            join(TURN + WHICH, CONSUMERS)
+        p = gl.convert_layout(p, p_layout)
         if DQ != NONE:
-            dq_token = issue_dq(ds_memory, keys.tile(slot ^ 1), stage ^ 1, WHICH, D)
+            dq_token = issue_dq(ds_memory, keys.tile(slot ^ 1), stage ^ 1, WHICH, D, ROWS)
         if DV != NONE:
             dv = warpgroup_mma(p, d_out.tile(stage), dv, use_acc=False, is_async=True)
         if DQ != NONE:
             dq = warpgroup_mma_wait(1 if DV != NONE else 0, deps=[dq_token])
             mbarrier.arrive(met, count=1)
-            is_last, last_from = fate(read(old_note, LAST_FROM), read(old_note, STEPS), CAUSAL)
+            is_last, last_from = fate(read(old_note, LAST_FROM), read(old_note, STEPS), CAUSAL, ROWS)
             returned = hand_over(
                 dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot, DQ, DV),
                 is_last, last_from, returned, DQ, WHICH,
             )  # fmt: skip
         values.wait_full(WHICH, taken & 1)
+        if DV != NONE and ROWS > PART:
+            dv = warpgroup_mma_wait(0, deps=[dv])
         dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         arrive(TURN + (1 - WHICH), CONSUMERS)
-        if DV != NONE:
+        if DV != NONE and ROWS <= PART:
             dp, dv = warpgroup_mma_wait(0, deps=[dp_token, dv])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -397,11 +415,11 @@ def consumer(
             queries.wait_full(stage, phase)
             my_keys = keys.tile(current).slice(WHICH * KEYS, KEYS)
             s_token, dk_token = issue_scores(
-                ds, dk, step > 1, my_keys, queries.tile(stage), queries.tile(stage ^ 1), WITH_DK, WHICH
+                ds, dk, step > 1, my_keys, queries.tile(stage), queries.tile(stage ^ 1), ROWS, WITH_DK, WHICH
             )
             s = warpgroup_mma_wait(1 if WITH_DK else 0, deps=[s_token])
-            masked: gl.constexpr = CAUSAL and WHICH == 1
-            y, slope = activated(s, scale, weight, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, CAUSAL, masked, WHICH)
+            masked: gl.constexpr = CAUSAL and WHICH == 1 and ROWS < TILE
+            y, slope = activated(s, scale, weight, note, steps, step, activate, GROUP, FOLD, MASK_TAIL, CAUSAL, masked, ROWS, WHICH)
             p = gl.convert_layout(pinned(y).to(dtype), p_layout)
             slope = pinned(slope)
             if WITH_DK:
@@ -410,19 +428,21 @@ def consumer(
             d_out.wait_full(stage, phase)
             join(TURN + WHICH, CONSUMERS)
             if DQ != NONE:
-                dq_token = issue_dq(ds_memory, keys.tile(current), stage ^ 1, WHICH, D)
+                dq_token = issue_dq(ds_memory, keys.tile(current), stage ^ 1, WHICH, D, ROWS)
             if DV != NONE:
                 dv = warpgroup_mma(p, d_out.tile(stage), dv, is_async=True)
             if DQ != NONE:
                 dq = warpgroup_mma_wait(1 if DV != NONE else 0, deps=[dq_token])
-                is_last, last_from = fate(code, step, CAUSAL)
+                is_last, last_from = fate(code, step, CAUSAL, ROWS)
                 returned = hand_over(
                     dq, factor, dq_desc, partial, current ^ slot, dq_empty, handed(stage, current, DQ, DV),
                     is_last, last_from, returned, DQ, WHICH,
                 )  # fmt: skip
+            if DV != NONE and ROWS > PART:
+                dv = warpgroup_mma_wait(0, deps=[dv])
             dp_token = warpgroup_mma(v, d_out.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             arrive(TURN + (1 - WHICH), CONSUMERS)
-            if DV != NONE:
+            if DV != NONE and ROWS <= PART:
                 dp, dv = warpgroup_mma_wait(0, deps=[dp_token, dv])
             else:
                 dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -449,10 +469,10 @@ def consumer(
             dk_token = warpgroup_mma(ds, queries.tile(stage ^ 1), dk, use_acc=continued, is_async=True)
             dk = warpgroup_mma_wait(0, deps=[dk_token])
         if DQ != NONE:
-            dq_token = issue_dq(ds_memory, keys.tile(slot), stage ^ 1, WHICH, D)
+            dq_token = issue_dq(ds_memory, keys.tile(slot), stage ^ 1, WHICH, D, ROWS)
             dq = warpgroup_mma_wait(0, deps=[dq_token])
             mbarrier.arrive(met, count=1)
-            is_last, last_from = fate(read(note, LAST_FROM), read(note, STEPS), CAUSAL)
+            is_last, last_from = fate(read(note, LAST_FROM), read(note, STEPS), CAUSAL, ROWS)
             hand_over(
                 dq, factor, dq_desc, partial, 0, dq_empty, handed(stage, slot ^ 1, DQ, DV),
                 is_last, last_from, returned, DQ, WHICH,
@@ -485,10 +505,10 @@ def backward_kernel(
     records_ptr, counters_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale,
     activate: gl.constexpr, factor_of: gl.constexpr, FOLD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_DO: gl.constexpr,
-    STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr,
+    STRIDE_DQ: gl.constexpr, STRIDE_DK: gl.constexpr, STRIDE_DV: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
     SCALE_PER_SEQUENCE: gl.constexpr, SCALE_OUTSIDE: gl.constexpr, MASK_TAIL: gl.constexpr,
-    DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr,
+    DQ: gl.constexpr, ORDERED: gl.constexpr, WITH_DK: gl.constexpr, DV: gl.constexpr, IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -504,7 +524,7 @@ def backward_kernel(
     queries = new_buffers(dtype, 2, ROWS, D, q_layout)
     d_out = new_buffers(dtype, 2, ROWS, D, d_out_layout)
     ds_memory = gl.allocate_shared_memory(dtype, [2, TILE, ROWS], ds_layout)
-    partial = new_buffers(gl.float32, 2, ROWS, D // 2, copy_layout)  # dQ on its way, one a consumer
+    partial = new_buffers(gl.float32, 2, PART, D if ROWS > PART else D // 2, copy_layout)  # dQ on its way, one a consumer
     notes = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # The tile that never was: nothing of it is written.
     write_note(notes.index(1), 0, 0, 0, RAGGED, 0, scale, scale, 0, 0, 4)
@@ -520,31 +540,33 @@ def backward_kernel(
         [
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, CAUSAL, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 0,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, ROWS, PAIRED, CAUSAL, SCALE_OUTSIDE, MASK_TAIL,
+                DQ, WITH_DK, DV, IN_ORDER, 0,
             )),
             (consumer, (
                 dq_desc, dk_desc, dv_desc, queries, d_out, keys, values, notes, ds_memory, partial, dq_empty, values_free, keys_free, met,
-                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, PAIRED, CAUSAL, SCALE_OUTSIDE, MASK_TAIL, DQ, WITH_DK, DV, 1,
+                tiles, scale, activate, FOLD, GROUP, STRIDE_DK, STRIDE_DV, D, ROWS, PAIRED, CAUSAL, SCALE_OUTSIDE, MASK_TAIL,
+                DQ, WITH_DK, DV, IN_ORDER, 1,
             )),
             (query_producer, (
                 q_desc, d_out_desc, queries, d_out, records_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED,
+                KV_HEADS, GROUP, STRIDE_Q, STRIDE_DO, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, ROWS,
             )),
             (key_producer, (
                 k_desc, v_desc, dv_desc, keys, values, notes, values_free, keys_free, partial, dq_empty, dq_left, dv_left,
                 records_ptr, out_scale_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few, scale, out_scale, factor_of, FOLD,
                 KV_HEADS, GROUP, STRIDE_K, STRIDE_V, STRIDE_DV, HAS_LIST, PAIRED, TOGETHER, CAUSAL, SCALE_PER_SEQUENCE,
-                SCALE_OUTSIDE, DQ, ORDERED, DV,
+                SCALE_OUTSIDE, DQ, ORDERED, DV, ROWS,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, DV, 0,
+                KV_HEADS, GROUP, STRIDE_DQ, D, ROWS, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, DV, 0,
             )),
             (reducer, (
                 dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left,
                 records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-                KV_HEADS, GROUP, STRIDE_DQ, D, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, DV, 1,
+                KV_HEADS, GROUP, STRIDE_DQ, D, ROWS, HAS_LIST, PAIRED, TOGETHER, CAUSAL, Q_SHARED, DQ, ORDERED, DV, 1,
             )),
         ],
         [4, 1, 1, 1, 1],

@@ -46,11 +46,14 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Whether the assembler takes a branch between two products (pipeline.divide). From 3.7 on it waits after each product then.
 DIVIDES: gl.constexpr = gl.constexpr(_VERSION < (3, 7))
+# Whether the backward's long steps (plan_backward.LONG_STEP) find room in registers. With 3.9 they spill 350 to 650 times; not timed.
+LONG_STEPS = _VERSION < (3, 7)
 # Every thread of the warps that run the calling partition.
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 __all__ = [
     "DIVIDES",
+    "LONG_STEPS",
     "add_async",
     "aggregate",
     "load_async",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gdpa import launching, schedule, schedule_kernels
-from gdpa.activations import Activation
 from gdpa.backends.gpu import (
     Output,
     example,
@@ -21,121 +20,33 @@ from gdpa.backends.gpu import (
     ragged_geometry,
     target_architecture,
 )
-from gdpa.backends.hopper import partial, relay
+from gdpa.backends.hopper import partial
 from gdpa.backends.hopper.backward import backward_kernel
 from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, readable, same_offsets, start
+from gdpa.backends.hopper.plan_backward import (
+    PART,
+    RELAY,
+    SHARED,
+    TILE,
+    is_folded,
+    is_in_order,
+    is_paired,
+    is_together,
+    needs_mask,
+    rounded_tiles,
+    step_rows,
+    way_of_dq,
+    way_of_dv,
+)
 from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
-TILE = 128  # keys of a tile, as the kernel has them
-STEP_ROWS = 64  # queries of a step
 # Programs whose tiles may wait for one another where results must not depend on the device: every Hopper GPU has 114 multiprocessors
 # or more. Elsewhere all of the device's do.
 FEWEST_MULTIPROCESSORS = 112
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-NONE, STORE, RELAY, SHARED = (int(x.value) for x in (relay.NONE, relay.STORE, relay.RELAY, relay.SHARED))
-THROUGH_V, THROUGH_DQ = (int(x.value) for x in (relay.THROUGH_V, relay.THROUGH_DQ))
-
-
-def takes_window(problem: Problem, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
-    """Whether it has the call's window: none, or the causal one of sequences that attend to themselves, head by head."""
-    if not problem.masked:
-        return True
-    dense = problem.query_side == problem.key_side == "dense"
-    alike = problem.query_rows == problem.key_rows and (dense or same_offsets(cu_seqlens_q, cu_seqlens_k))
-    return alike and problem.window == (-1, 0) and problem.group == 1
-
-
-def way_of_dq(problem: Problem, needs_dq: bool) -> int:
-    if not needs_dq:
-        return NONE
-    if problem.query_side == "shared":
-        return SHARED
-    # Tiles of causal sequences do not pass dQ on (relay.find_causal), but for few of them, or in a fixed order.
-    if (
-        problem.masked
-        and problem.key_side != "packed"
-        and problem.key_rows > MOST_ROUNDED_TILES * TILE
-        and not problem.deterministic
-    ):
-        return SHARED
-    # Packed sequences of a single tile find out on the device.
-    return STORE if problem.key_side != "packed" and problem.key_rows <= TILE else RELAY
-
-
-# Tiles that are short and alike end often and together: the next one's values should not wait for dV. Where dQ waits for other programs,
-# dV should not wait for dQ. Through V -> through dQ on an H200, of the floor, silu and gelu_tanh: 512 keys 0.775 -> 0.795 and
-# 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762 (but is_together); packed keys up to 2048 0.775 -> 0.740 and 0.724 -> 0.682.
-MOST_KEYS_THROUGH_DQ = 512
-
-
-def way_of_dv(problem: Problem, needs_dv: bool) -> int:
-    if not needs_dv:
-        return NONE
-    return THROUGH_V if problem.key_side == "packed" or problem.key_rows > MOST_KEYS_THROUGH_DQ else THROUGH_DQ
-
-
-def is_together(problem: Problem, needs_dq: bool) -> bool:
-    """Whether neighbouring programs take the tiles of a head, which pass dQ on to each other, rather than the heads of a tile.
-
-    Worth 1 to 5 % where all sequences are alike, and dV does not wait for dQ. On an H200, of the floor, silu and gelu_tanh: 640 keys
-    0.749 -> 0.774 and 0.720 -> 0.729, 1024 keys 0.787 -> 0.801 and 0.774 -> 0.779, 2048 keys 0.815 -> 0.826 and 0.745 -> 0.785, 4096 keys
-    0.822 -> 0.830 and 0.764 -> 0.784; but packed keys up to 2048 0.767 -> 0.747 and 0.703 -> 0.684, and 512 keys, through dQ,
-    0.796 -> 0.792 and 0.747 -> 0.668.
-    """
-    dense = problem.key_side != "packed" and problem.query_side == "dense"
-    return dense and way_of_dq(problem, needs_dq) == RELAY and problem.key_rows > MOST_KEYS_THROUGH_DQ
-
-
-# Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
-# 0.97 to 1.01 ms so on an H200, 0.93 and 0.94 in pairs. The queries of a pair are few enough for what it reads twice to stay in L2, and
-# the pairs many enough to keep all programs busy.
-MOST_PAIRED_QUERIES = 256
-LEAST_PAIRS = 4  # for each multiprocessor
-
-
-def is_paired(problem: Problem, multiprocessor_count: int) -> bool:
-    """Whether one program takes both tiles of a sequence, or two tiles of a causal one."""
-    if problem.masked:
-        return is_folded(problem)
-    dense = problem.key_side != "packed" and problem.query_side == "dense"
-    many = problem.batch * problem.kv_heads >= LEAST_PAIRS * multiprocessor_count
-    return dense and many and TILE < problem.key_rows <= 2 * TILE and problem.query_rows * problem.group <= MOST_PAIRED_QUERIES
-
-
-# A tile that has none to go with it is followed by one of nothing, which takes a step, and the time of a tile's end. Of sequences with few
-# tiles too many are such: by count, a tile's end as one more step, the busiest of 132 programs has 1.2 times as much to do with lengths
-# uniform to 256, 1.02 times with lengths to 320, 0.96 times with lengths to 384; but 1.03 to 1.09 times with lognormal ones to 1024, whose
-# mean is 203. Where pairs were timed against tiles one by one they gained more than by count; lengths like these were timed in pairs alone.
-LEAST_FOLDED_ROWS = 192  # of packed sequences, on average
-
-
-def is_folded(problem: Problem) -> bool:
-    """Whether one program takes two tiles of a causal sequence that together have as many steps as any two: the first and the last, the
-    second and the last but one. On an H200, silu, in TFLOP/s: 2048 keys 447 -> 488, packed lengths to 2048 319 -> 411.
-
-    Not where the order in which dQ is passed on is fixed, and not where the host knows that there is a tile in the middle."""
-    if not problem.masked or problem.deterministic:
-        return False
-    if problem.key_side == "packed":
-        return problem.key_rows >= LEAST_FOLDED_ROWS * problem.batch
-    return -(-problem.key_rows // TILE) % 2 == 0
-
-
-# Tiles whose parts of dQ are rounded before they are added. With what dS's rounding costs, two have 1.2 times the error of the ideal
-# computation, which rounds the sum once, and four 1.5 times; eight would have 1.8, close to the 2 that are allowed. A few rows may have
-# more than their share of that (a row of 64 numbers had up to 1.9 in 60 draws), so they are summed in fp32.
-MOST_ROUNDED_TILES = 4
-FEWEST_ROUNDED_ROWS = 64  # heads counted
-
-
-def rounded_tiles(problem: Problem) -> int:
-    """Up to how many tiles add dQ up in its own dtype."""
-    rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
-    return MOST_ROUNDED_TILES if rows * problem.heads >= FEWEST_ROUNDED_ROWS else 1
-
 
 _MOST_RECIPES = 4096
 _recipes: dict[tuple[Any, ...], Recipe] = {}
@@ -356,7 +267,7 @@ def _launch(
     recipe = _recipes.get(key)
     if recipe is None or not in_place(*tensors):
         constants = _constants(problem, tensors, outputs, out_scale, needs, multiprocessors(q.device))
-        descriptors = _descriptors(tensors, outputs)
+        descriptors = _descriptors(problem, tensors, outputs)
         kernel = backward_kernel[(programs,)](*descriptors, *pointers, *numbers, **constants, **_options(way))
         if len(_recipes) >= _MOST_RECIPES:
             _recipes.clear()
@@ -384,23 +295,26 @@ def _recipe_key(
         way_of_dv(problem, needs[2]),
         is_paired(problem, multiprocessors(q.device)),
         is_together(problem, needs[0]),
+        step_rows(problem),
+        is_in_order(problem, needs[0]),
         problem.masked,
         problem.deterministic,
         needs,
     )
 
 
-def _descriptors(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> list[Any]:
+def _descriptors(problem: Problem, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> list[Any]:
     q, k, v, d_out = tensors
     dq, copy, dk, dv = outputs
-    half = q.shape[-1] // 2  # a consumer's columns of dQ
+    rows = step_rows(problem)
+    columns = problem.head_dim if rows > PART else problem.head_dim // 2  # of a consumer's part of dQ
     return [
-        descriptor(q, STEP_ROWS),
+        descriptor(q, rows),
         descriptor(k, TILE),
         descriptor(v, TILE // 2),
-        descriptor(d_out, STEP_ROWS),
-        descriptor(dq, STEP_ROWS, half),
-        descriptor(copy, STEP_ROWS, half),
+        descriptor(d_out, rows),
+        descriptor(dq, PART, columns),
+        descriptor(copy, PART, columns),
         descriptor(dk, TILE // 2),
         descriptor(dv, TILE // 2),
     ]
@@ -428,7 +342,7 @@ def _pointers(
 def _counter_count(problem: Problem) -> int:
     """Of the relay: enough for each step of each head, and for tickets where it is causal."""
     rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
-    return (rows // STEP_ROWS + problem.batch + 2) * problem.heads * (2 if problem.masked else 1)
+    return (rows // step_rows(problem) + problem.batch + 2) * problem.heads * (2 if problem.masked else 1)
 
 
 def _listed(problem: Problem) -> int:
@@ -483,6 +397,7 @@ def _constants(
         "STRIDE_DK": dk.stride(-2),
         "STRIDE_DV": dv.stride(-2),
         "D": problem.head_dim,
+        "ROWS": step_rows(problem),
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "PAIRED": is_paired(problem, multiprocessor_count),
         "TOGETHER": is_together(problem, needs[0]),
@@ -491,11 +406,12 @@ def _constants(
         "SCALE_PER_SEQUENCE": out_scale is not None,
         # float16 may not have the range for dS with it: it may be small.
         "SCALE_OUTSIDE": problem.dtype == torch.float16,
-        "MASK_TAIL": not all(Activation.from_key(key).tail_safe for key in problem.activations),
+        "MASK_TAIL": needs_mask(problem),
         "DQ": way_of_dq(problem, needs[0]),
         "ORDERED": problem.deterministic,
         "WITH_DK": needs[1],
         "DV": way_of_dv(problem, needs[2]),
+        "IN_ORDER": is_in_order(problem, needs[0]),
     }
 
 
@@ -518,7 +434,7 @@ def compile_backward(
     way = way_of_dq(problem, needs[0])
     copy = q.new_empty(q.shape, dtype=torch.float32)
     tensors, outputs = (q, k, v, d_out), (torch.empty_like(q), copy, torch.empty_like(k), torch.empty_like(v))
-    arguments = (*_descriptors(tensors, outputs), *_pointers(problem, way, q, cu_q, cu_k, None), *_numbers(problem, 132))
+    arguments = (*_descriptors(problem, tensors, outputs), *_pointers(problem, way, q, cu_q, cu_k, None), *_numbers(problem, 132))
     constants = _constants(problem, tensors, outputs, None, needs, 132)
     with target_architecture(90):
         return backward_kernel.warmup(*arguments, **constants, **_options(way), grid=(1,))
@@ -543,7 +459,7 @@ def precompile(
         for rows in (128, 256, 384, 1024, 1152) if masked else (128, 256, 1024):
             kernel = compile_backward(activations, head_dim, dtype, group, form, kv_heads, rows, window=window)
             lines.append(
-                f"sm_90 {form:14} {'hopper backward_kernel':28} {rows} keys, {STEP_ROWS}x{TILE}, 12 warps, "
+                f"sm_90 {form:14} {'hopper backward_kernel':28} {rows} keys, tiles of {TILE}, 12 warps, "
                 f"{kernel.metadata.shared // 1024} KB shared{', causal' if masked else ''}"
             )
     return lines

@@ -27,6 +27,34 @@ def join(barrier, THREADS: gl.constexpr):
     gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,n", [barrier, THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _join_after(registers, barrier, threads):
+    """The instructions of `join_after`. A grid has one row of programs, which the assembler does not know, so `nothing` is 0."""
+    gathered = "".join(f"or.b32 gathered, gathered, ${i}; " for i in range(1, registers))
+    return (
+        "{ .reg .b32 gathered, nothing; mov.b32 gathered, $0; "
+        + gathered
+        + "mov.u32 nothing, %nctaid.y; sub.u32 nothing, nothing, 1; and.b32 gathered, gathered, nothing; "
+        + f"add.u32 gathered, gathered, {barrier}; bar.sync gathered, {threads}; }}"
+    )
+
+
+@gluon.constexpr_function
+def _in_place(halves, floats):
+    return ",".join(["=r"] * halves + ["=f"] * floats + [str(i) for i in range(halves + floats)])
+
+
+@gluon.jit
+def join_after(x, y, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`join` once all of a 16-bit x and an fp32 y is there; returns both. The assembler else moves what they are computed from behind the
+    barrier, so that a warpgroup has its turn with the tensor cores while it computes, and the other one waits for it."""
+    gl.static_assert(x.dtype.primitive_bitwidth == 16 and y.dtype == gl.float32)
+    ELEMENTS: gl.constexpr = x.numel // (32 * gl.num_warps())  # of a thread
+    TEXT: gl.constexpr = _join_after(ELEMENTS // 2 + ELEMENTS, BARRIER, THREADS)
+    PLACES: gl.constexpr = _in_place(ELEMENTS // 2, ELEMENTS)
+    return gl.inline_asm_elementwise(TEXT, PLACES, [x, y], dtype=(x.dtype, gl.float32), is_pure=False, pack=ELEMENTS)
+
+
 @gluon.jit
 def pinned(x):
     """fp32 x, computed before what comes next in the program. Left alone, the compiler moves it down to its first use, past the point

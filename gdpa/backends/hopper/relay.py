@@ -49,7 +49,7 @@ from gdpa.backends.hopper.pipeline import (
 from gdpa.backends.hopper.tiles import (
     DV_FACTOR,
     KEYS,
-    ROWS,
+    PART,
     TILE,
     block_count,
     find_tile,
@@ -99,19 +99,18 @@ def find_relay(row, q_length, count, steps, rotating, APART: gl.constexpr, DQ: g
     return start, first_until, last_from
 
 
-# What becomes of a step's dQ where CAUSAL. A tile's first two steps, whose queries see a part of its keys, have a code of their own, which
+# What becomes of a step's dQ where CAUSAL. A tile's first 128 queries, which see a part of its keys, have a code of their own, which
 # lies below that of its others.
 ROUNDED: gl.constexpr = gl.constexpr(1)  # rounded by this tile: no other comes after it, or parts are rounded before they are added
 COMES_BACK: gl.constexpr = gl.constexpr(2)  # with what the others have added up
 CODE_BITS: gl.constexpr = gl.constexpr(2)
-DIAGONAL: gl.constexpr = gl.constexpr(2)  # steps of a tile whose queries see a part of its keys: TILE / ROWS
 
 
 @gluon.jit
-def find_causal(row, q_length, count, rotating, few, APART: gl.constexpr, ORDERED: gl.constexpr):
+def find_causal(row, q_length, count, rotating, few, APART: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr):
     """(the tile's first step, its code) where queries see the keys up to their own, and are as many: tiles begin at their own first query.
 
-    Tile t begins at step DIAGONAL * t, so the last tile that a step has comes to it first and the first one last, as where sequences turn;
+    Tile t begins at its own queries, so the last tile that a step has comes to it first and the first one last, as where sequences turn;
     sequences that do not turn go the other way around. They differ in length, though, and programs that wait for each other lose more than
     zeros before and a rounding after cost: only ORDERED do more than `few` tiles pass dQ on, else they add to zeros in the fp32 copy.
 
@@ -120,7 +119,7 @@ def find_causal(row, q_length, count, rotating, few, APART: gl.constexpr, ORDERE
     count = gl.where(q_length > 0, count, 1)
     rotates = count * APART <= rotating
     both = ROUNDED + COMES_BACK
-    # The first tile is alone at its first two steps. Turning, it ends all others; else each tile ends its first two, and the last tile all.
+    # The first tile is alone at its first 128 queries. Turning, it ends all others; else each tile ends its own, and the last tile all.
     early = gl.where(number == 0, ROUNDED, gl.where(rotates, 0, both))
     late = gl.where(rotates, gl.where(number == 0, both, 0), gl.where(number == count - 1, both, 0))
     if not ORDERED:
@@ -128,24 +127,24 @@ def find_causal(row, q_length, count, rotating, few, APART: gl.constexpr, ORDERE
         late = number * 0
     early = gl.where(count <= few, ROUNDED, early)
     late = gl.where(count <= few, ROUNDED, late)
-    return number * DIAGONAL, early + late * (1 << CODE_BITS)
+    return number * (TILE // ROWS), early + late * (1 << CODE_BITS)
 
 
 @gluon.jit
-def fate(code, done, CAUSAL: gl.constexpr):
+def fate(code, done, CAUSAL: gl.constexpr, ROWS: gl.constexpr):
     """(whether a tile rounds dQ of its step `done` - 1, a number that is negative where nothing comes back), of what LAST_FROM says."""
     if CAUSAL:
-        part = gl.where(done <= DIAGONAL, code, code >> CODE_BITS)
+        part = gl.where(done <= TILE // ROWS, code, code >> CODE_BITS)
         return (part & ROUNDED) != 0, (part & COMES_BACK) - 1
     else:
         return done > code, code
 
 
 @gluon.jit
-def causal_rank(row, count, here, rotating, APART: gl.constexpr):
+def causal_rank(row, count, here, rotating, APART: gl.constexpr, ROWS: gl.constexpr):
     """(how many tiles are at a step of the sequence before this one, how many there are)."""
     number = row // TILE
-    newest = gl.minimum(here // DIAGONAL, count - 1)
+    newest = gl.minimum(here // (TILE // ROWS), count - 1)
     return gl.where(count * APART <= rotating, newest - number, number), newest + 1
 
 
@@ -192,22 +191,22 @@ def hand_over_dv(dv, note, dv_desc, partial, hidden, dq_empty, phase, WHICH: gl.
 
 
 @gluon.jit
-def place(dq, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
+def place(dq, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Columns in the order of the fp32 copy: neighbouring threads hold neighbouring values, as the matrix store of a warp wants them."""
-    return dq.reshape([ROWS_, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS_, COLUMNS])
+    return dq.reshape([ROWS, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
-def unplace(x, ROWS_: gl.constexpr, COLUMNS: gl.constexpr):
+def unplace(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """The columns of the fp32 copy in dQ's order."""
-    return x.reshape([ROWS_, COLUMNS // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS_, COLUMNS])
+    return x.reshape([ROWS, COLUMNS // 8, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
 def hand_over(
     dq, factor, dq_desc, partial, hidden, dq_empty, phase, is_last, last_from, returned, DQ: gl.constexpr, WHICH: gl.constexpr
 ):
-    """Lay this consumer's columns of dQ out for the reducer. Returns how many tiles of the fp32 copy have come back, modulo 2.
+    """Lay this consumer's part of dQ out for the reducer. Returns how many tiles of the fp32 copy have come back, modulo 2.
 
     `hidden` is 0, which the compiler does not know. The branches on it keep it from moving what dQ becomes to where dP is issued: without
     them, registers of both were spilled (up to 149 instructions a step).
@@ -215,13 +214,13 @@ def hand_over(
     mbarrier.wait(dq_empty.index(WHICH), phase)
     memory = partial.memory.index(WHICH + hidden)
     COLUMNS: gl.constexpr = memory.shape[3]
-    tile = memory.reshape([ROWS, COLUMNS])
-    rounded = rounded_view(memory, dq_desc).reshape([ROWS, COLUMNS])
+    tile = memory.reshape([PART, COLUMNS])
+    rounded = rounded_view(memory, dq_desc).reshape([PART, COLUMNS])
     if factor is not None:
         dq = dq * factor
     if DQ == SHARED:
         if hidden == 0:
-            tile.store(place(dq, ROWS, COLUMNS))
+            tile.store(place(dq, PART, COLUMNS))
     elif DQ == STORE:
         if hidden == 0:
             rounded.store(dq.to(dq_desc.dtype))
@@ -230,13 +229,13 @@ def hand_over(
             if last_from >= 0:  # LAST
                 partial.wait_full(WHICH, returned)
                 returned ^= 1
-                placed = place(dq, ROWS, COLUMNS)
+                placed = place(dq, PART, COLUMNS)
                 came = tile.load(placed.type.layout)
-                dq = gl.convert_layout(unplace(placed + came, ROWS, COLUMNS), dq.type.layout, assert_trivial=True)
+                dq = gl.convert_layout(unplace(placed + came, PART, COLUMNS), dq.type.layout, assert_trivial=True)
                 partition_barrier()  # before others' values are written where these lay
             rounded.store(dq.to(dq_desc.dtype))
         else:
-            tile.store(place(dq, ROWS, COLUMNS))
+            tile.store(place(dq, PART, COLUMNS))
     fence_async_shared()
     arrive(DQ_FULL + WHICH, PAIR)
     return returned
@@ -261,10 +260,14 @@ def send_dv(
 @gluon.jit
 def reducer(
     dq_desc, copy_desc, partial, dq_empty, dq_left, dv_left, records_ptr, counters_ptr, tiles, q_rows, k_rows, k_tiles, rotating, few,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STRIDE_DQ: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
     HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr, Q_SHARED: gl.constexpr,
     DQ: gl.constexpr, ORDERED: gl.constexpr, DV: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
+    # A consumer has half of a step's dQ: of its columns or, where a step has more rows than a part, of its rows.
+    DOWN: gl.constexpr = PART if ROWS > PART else 0
+    ACROSS: gl.constexpr = 0 if ROWS > PART else D // 2
+    COLUMNS: gl.constexpr = partial.memory.shape[4]
     BY_TICKET: gl.constexpr = DQ == RELAY and CAUSAL and not ORDERED
     if DQ == NONE:
         tiles = 0
@@ -278,15 +281,15 @@ def reducer(
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
             taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
         )
-        # Sequences cover as many 64s of rows as they have, and one more where one begins.
+        # Sequences cover as many steps of rows as they have, and one more where one begins.
         first_counter = q_start // ROWS + sequence
         if Q_SHARED:
             q_start = gl.program_id(0) * q_rows
-        blocks = block_count(q_length)
+        blocks = block_count(q_length, ROWS)
         all_steps = blocks * GROUP
         steps = all_steps  # of the tile
         if CAUSAL:
-            start, _ = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED)
+            start, _ = find_causal(row, q_length, count, rotating, few, 1 if TOGETHER else KV_HEADS, ORDERED, ROWS)
             steps = all_steps - start
             row = gl.where(q_length > 0, row, 0)  # as in find_causal
             count = gl.where(q_length > 0, count, 1)
@@ -299,7 +302,7 @@ def reducer(
             column = q_head * STRIDE_DQ
             q_row = RAGGED - q_length + block * ROWS
             if CAUSAL:
-                rank, tiles_here = causal_rank(row, count, here, rotating, 1 if TOGETHER else KV_HEADS)
+                rank, tiles_here = causal_rank(row, count, here, rotating, 1 if TOGETHER else KV_HEADS, ROWS)
                 passed_on = count <= few
                 if ORDERED:
                     passed_on = count > 0
@@ -349,17 +352,17 @@ def reducer(
                 if comes_back:
                     see_what_was_counted()
                     for which in gl.static_range(2):
-                        mbarrier.expect(partial.full.index(which), ROWS * (D // 2) * 4)
+                        mbarrier.expect(partial.full.index(which), PART * COLUMNS * 4)
                         load_async(
                             copy_desc,
-                            [RAGGED, q_start + q_length, q_row, column + which * (D // 2)],
+                            [RAGGED, q_start + q_length, q_row + which * DOWN, column + which * ACROSS],
                             partial.full.index(which),
                             partial.memory.index(which),
                         )
                         mbarrier.arrive(dq_empty.index(which), count=1)
             for which in gl.static_range(2):
                 join(DQ_FULL + which, PAIR)
-                where = [RAGGED, q_start + q_length, q_row, column + which * (D // 2)]
+                where = [RAGGED, q_start + q_length, q_row + which * DOWN, column + which * ACROSS]
                 memory = partial.memory.index(which)
                 if DQ == SHARED:
                     add_async(copy_desc, where, memory)

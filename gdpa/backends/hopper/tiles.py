@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a consumer
 TILE: gl.constexpr = gl.constexpr(128)  # keys of a tile
-ROWS: gl.constexpr = gl.constexpr(64)  # queries of a step
+PART: gl.constexpr = gl.constexpr(64)  # rows of what a consumer has of a step's dQ
 RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
 
 
@@ -131,7 +131,7 @@ def find_tile(
 
 
 @gluon.jit
-def block_count(q_length):
+def block_count(q_length, ROWS: gl.constexpr):
     """Steps for one query head. Keys without queries still have a step, of zeros, so that every tile passes through the stream alike."""
     return gl.maximum(gl.cdiv(q_length, ROWS), 1)
 
