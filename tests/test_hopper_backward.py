@@ -166,6 +166,10 @@ class TestPlan:
             ("dense", 1024, 1024, "silu", {"head_dim": 128}, 64, True),
             ("dense", 512, 512, "silu", {"head_dim": 128}, 64, False),
             ("packed", 1024, 1024, "silu", {"head_dim": 128}, 64, False),
+            ("dense-key", 100, 1024, "silu", {"head_dim": 128}, 64, True),
+            ("dense-key", 100, 1024, "gelu", {"head_dim": 128}, 64, False),
+            ("dense-key", 100, 512, "silu", {"head_dim": 128}, 64, False),
+            ("dense", 1024, 1024, "silu", {"head_dim": 128, "causal": True}, 64, False),
             ("dense", 1024, 1024, "softplus", {"head_dim": 128}, 64, False),
         ],
     )
