@@ -59,8 +59,8 @@ class DeviceFunctions:
         weighted_pair: `activate_pair_weighted(s, scale, weight, head) -> (g, dg)`, with f(scale * s) = c * g and
             weight * f'(scale * s) = dg; the weight is a scalar.
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
-        weighted_instructions: vector instructions of `weighted_pair` for a score, those of all activations together; 0 for float32,
-            where it is not folded.
+        weighted_instructions: how many `weighted_pair` has for a score, in bfloat16 and of one activation; None elsewhere, and where one
+            of its steps is a call of several.
         open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
             EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
             None where heads differ or the activation has no such form. Needs sm_90.
@@ -78,7 +78,7 @@ class DeviceFunctions:
     lifted: bool
     weighted_pair: Any
     weighted_factor: Any
-    weighted_instructions: int
+    weighted_instructions: int | None
     open_packed: Any
     finish_packed: Any
     source: str
@@ -168,12 +168,18 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
-    functions += [f"LIFTED = {writer.lifted}", f"WEIGHTED_INSTRUCTIONS = {writer.weighted_instructions}"]
+    counted = writer.weighted_instructions if precision == "bfloat16" and len(distinct) == 1 else None
+    functions += [f"LIFTED = {writer.lifted}", f"WEIGHTED_INSTRUCTIONS = {counted}"]
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
     return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
 
 
+# Operations that are one instruction in bfloat16.
+_SINGLE = frozenset(
+    {"mul", "add", "sub", "neg", "abs", "maximum", "minimum", "where", "le", "lt", "ge", "gt", "eq", "ne"}
+    | {"tanh", "exp2", "log2", "reciprocal"}
+)
 _NAMES: dict[Precision, str] = {
     "float32": "in portable operations",
     "float16": "in approximate instructions of NVIDIA devices, for float16",
@@ -309,7 +315,7 @@ class _Writer:
         self._own_helpers = {name: text for name, text in _FAST_HELPERS.items() if name in _HELPERS_OF[precision]}
         self._used: set[str] = set()
         self.lifted = False  # whether a function was written whose dg lacks 1
-        self.weighted_instructions = 0
+        self.weighted_instructions: int | None = None
 
     def helpers(self) -> list[str]:
         """The helper functions that were called, directly or by others, each after those it calls."""
@@ -343,8 +349,8 @@ class _Writer:
         folded = fold(graph, multiples) if raised is None else raised
         self.lifted |= raised is not None
         weighted = WEIGHT in multiples
-        if weighted:
-            self.weighted_instructions += folded.instructions
+        if weighted and number == 0 and all(step.operation in _SINGLE for step in folded.steps):
+            self.weighted_instructions = folded.instructions
         own_name = f"{'weighted' if weighted else 'scaled'}_{name}_{number}"
         lines = []
         for label, result, factor, multiple in zip(("f", "f'"), ("g", "dg"), folded.factors, multiples, strict=False):

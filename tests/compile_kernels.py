@@ -88,8 +88,9 @@ def cuobjdump(cubin: bytes, *options: str) -> str:
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def spills_in_loops(code: str) -> int:
-    """Spill instructions in the innermost loops that multiply: elsewhere they cost little, there they come from L2 in every step."""
+def spills_in_loops(code: str, products: int | None = None) -> int:
+    """Spill instructions in the innermost loops that multiply, or in those with so many products: elsewhere they cost little, there they
+    come from L2 in every step."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)]
     place = {address: i for i, (address, _) in enumerate(lines)}
     loops = []
@@ -98,12 +99,14 @@ def spills_in_loops(code: str) -> int:
         if target is not None and int(target[1], 16) < address and int(target[1], 16) in place:
             loops.append((place[int(target[1], 16)], end))
     # A longer one is no step: blocks that the assembler moved behind the loop jump back over it.
-    multiply = [(a, b) for a, b in loops if b - a < 800 and any("HGMMA" in text for _, text in lines[a : b + 1])]
+    counts = {(a, b): sum("HGMMA" in text for _, text in lines[a : b + 1]) for a, b in loops}
+    multiply = [x for x in loops if (counts[x] > 0 and x[1] - x[0] < 800 if products is None else counts[x] == products)]
     inner = [x for x in multiply if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in multiply)]
     return sum(bool(re.search(r"\b(?:STL|LDL)\b", text)) for a, b in inner for _, text in lines[a : b + 1])
 
 
-def facts(kernel: Any) -> dict[str, int]:
+def facts(kernel: Any, products: int | None = None) -> dict[str, int]:
+    """`products` are those of a step, where it is too long to be known as one by its length."""
     usage = cuobjdump(kernel.asm["cubin"], "-res-usage")
     code = cuobjdump(kernel.asm["cubin"], "-sass")
     registers = re.search(r"REG:(\d+)", usage)
@@ -115,17 +118,17 @@ def facts(kernel: Any) -> dict[str, int]:
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        "spills_in_loops": spills_in_loops(code),
+        "spills_in_loops": spills_in_loops(code, products),
         "products": len(re.findall(r"\bHGMMA\b", code)),
         "waits": len(re.findall(r"WARPGROUP\.DEPBAR", code)),
     }
 
 
-def report(kernel: Any, arch: int, configuration: str, name: str, bits: int) -> None:
+def report(kernel: Any, arch: int, configuration: str, name: str, bits: int, products: int | None = None) -> None:
     import triton
 
     row = {"triton": triton.__version__, "arch": arch, "configuration": configuration, "kernel": name, "bits": bits}
-    print(json.dumps(row | {"threads": 32 * kernel.metadata.num_warps} | facts(kernel)), flush=True)
+    print(json.dumps(row | {"threads": 32 * kernel.metadata.num_warps} | facts(kernel, products)), flush=True)
 
 
 def keys_of(activations: tuple[str, ...]) -> tuple[str, ...]:
@@ -156,7 +159,9 @@ def main(arch: int, names: list[str]) -> None:
         for name, (activations, *hopper_rest) in HOPPER.items():
             report(compile_forward(keys_of(activations), *hopper_rest), arch, f"hopper-{name}", "forward_kernel", 16)
         for name, (activations, *backward_rest) in HOPPER_BACKWARD.items():
-            report(compile_backward(keys_of(activations), *backward_rest), arch, f"hopper-backward-{name}", "backward_kernel", 16)
+            kernel = compile_backward(keys_of(activations), *backward_rest)
+            products = 32 if "steps-of-128" in name else None
+            report(kernel, arch, f"hopper-backward-{name}", "backward_kernel", 16, products)
 
 
 if __name__ == "__main__":

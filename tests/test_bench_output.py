@@ -495,3 +495,11 @@ def test_compiling_ahead_asks_for_each_kernel_once_and_reports_what_fails(monkey
     backward = sorted((request["form"], request["keys"]) for request in started if request["backward"])
     dense = [("dense", keys) for keys in (128, 256, 512, 1024, 2048)]
     assert backward == [*dense, *[("dense-keys", keys) for keys in (256, 512, 2048)], ("packed", 0), ("shared-queries", 0)]
+    assert all(request["rows"] == [request["keys"] or 256] * 2 for request in started if request["backward"])
+
+    started.clear()
+    narrow = [Case.named(name, replace(GPU_SIZE, dim=64)) for name in ("self-2048-jag", "pffn-1024x256-jag", "pma-32x2048-jag")]
+    warm.compile_kernels(["gdpa-hopper"], narrow, ["silu"], torch.bfloat16)
+    rows = {request["form"]: tuple(request["rows"]) for request in started if request["backward"]}
+    averages = [int(case.drawn.sum()) // case.batch for case in narrow]
+    assert rows == {"packed": (averages[0], 256), "dense-keys": (averages[1], 256), "shared-queries": (32, 256)}

@@ -542,7 +542,7 @@ def test_precompile_builds_causal_kernels_where_asked_to(group, monkeypatch):
     monkeypatch.setattr(schedule_kernels, "compiled", lambda block: lists.append(block) or ())
 
     def compiled(which: str) -> Any:
-        def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window=(-1, -1)):
+        def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window=(-1, -1), queries=None):
             built.append((which, form, window))
             return SimpleNamespace(metadata=SimpleNamespace(num_warps=4, shared=1024))
 

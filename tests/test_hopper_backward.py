@@ -160,6 +160,8 @@ class TestPlan:
             ("dense", 1024, 1024, "silu", {"deterministic": True}, 64, False),
             ("dense", 1024, 1024, ["silu", "relu", "silu", "silu"], {}, 64, False),
             ("dense", 1024, 1024, torch.sqrt, {}, 64, False),  # needs a mask
+            ("dense", 1024, 1024, torch.erf, {}, 64, False),  # one of its six instructions is a call of nine
+            ("dense", 1024, 1024, lambda s: s * torch.sigmoid(s), {}, 128, True),
             ("dense", 1024, 1024, "silu", {"causal": True}, 128, True),
             ("dense", 512, 512, "silu", {"causal": True}, 64, False),
             ("packed", 1024, 1024, "silu", {"causal": True}, 64, False),
@@ -173,15 +175,17 @@ class TestPlan:
             ("dense", 1024, 1024, "softplus", {"head_dim": 128}, 64, False),
         ],
     )
-    def test_how_long_a_step_is(self, form, queries, keys, activation, options, rows, in_order):
+    def test_how_long_a_step_is(self, form, queries, keys, activation, options, rows, in_order, monkeypatch):
         from gdpa.backends.hopper import launch_backward as launch
         from gdpa.backends.hopper import plan_backward as plan
 
+        monkeypatch.setattr(plan, "LONG_STEPS", True)
         options = {"heads": 4, "head_dim": 64, "dtype": torch.bfloat16, **options}
         deterministic = options.pop("deterministic", False)
         problem = make_case(form, q_lengths=(queries,) * 2, k_lengths=(keys,) * 2, activation=activation, **options).problem
         problem = dataclasses.replace(problem, deterministic=deterministic)
-        assert plan.step_rows(problem) == rows
+        assert plan.step_rows(problem, True) == rows
+        assert plan.step_rows(problem, False) == 64
         assert plan.is_in_order(problem, True) is in_order
         # A counter for every step that a sequence may have, wherever it begins.
         steps = queries // rows + 1

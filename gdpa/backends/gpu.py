@@ -116,17 +116,28 @@ def ragged_geometry(x: Tensor) -> tuple[list[int], list[int]]:
 
 
 def example(
-    form: str, batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
+    form: str,
+    batch: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    queries: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q, k, v and both offsets of a call without data, to compile for: form packed, dense, dense-keys or shared-queries."""
+    """q, k, v and both offsets of a call without data, to compile for: form packed, dense, dense-keys or shared-queries; with `rows` keys
+    and, unless told, as many queries."""
     packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
 
-    def tensor(packed: bool, lead: tuple[int, ...], heads: int, width: int) -> Tensor:
-        return torch.empty((batch * rows, heads, width) if packed else (*lead, heads, width), dtype=dtype, device="meta")
+    queries = rows if queries is None else queries
+
+    def tensor(packed: bool, rows: int, lead: tuple[int, ...], heads: int, width: int) -> Tensor:
+        return torch.empty((batch * rows, heads, width) if packed else (*lead, rows, heads, width), dtype=dtype, device="meta")
 
     offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta")
-    q = tensor(packed_q, (rows,) if form == "shared-queries" else (batch, rows), heads, head_dim)
-    k, v = (tensor(packed_k, (batch, rows), kv_heads, width) for width in (head_dim, value_dim))
+    q = tensor(packed_q, queries, () if form == "shared-queries" else (batch,), heads, head_dim)
+    k, v = (tensor(packed_k, rows, (batch,), kv_heads, width) for width in (head_dim, value_dim))
     return q, k, v, offsets if packed_q else None, offsets if packed_k else None
 
 

@@ -38,10 +38,18 @@ def form_of(case: Case) -> str:
 
 
 def keys_of(case: Case) -> int:
-    """The keys of a sequence, as far as they decide which kernel is built: none where they are jagged."""
+    """The keys of a sequence, as far as they decide which kernel earlier versions build: none where they are jagged."""
     if case.kind == "pffn":
         return case.fixed
     return case.length if case.dense else 0
+
+
+def rows_of(case: Case) -> tuple[int, int]:
+    """The queries and the keys of a sequence to build the hopper backward for, whose form depends on dense keys and, at D = 64, on how many
+    queries there are on average."""
+    keys = keys_of(case) or 256
+    queries = case.fixed if case.kind == "pma" else int(case.drawn.sum()) // max(case.batch, 1)
+    return (max(queries, 1) if case.dim == 64 else keys, keys)
 
 
 def compile_kernels(
@@ -64,7 +72,8 @@ def compile_kernels(
                     "arch": 10 * capability[0] + capability[1],
                     "backward": backward,
                     "causal": case.causal,
-                    # The hopper backward's way depends on how many keys dense sequences have.
+                    # Earlier versions ask for the keys alone.
+                    "rows": rows_of(case) if backward else None,
                     "keys": keys_of(case) if backward else 0,
                 }
             ),
@@ -125,7 +134,8 @@ def main() -> None:
     if request["provider"] == "gdpa-hopper":
         if request["backward"]:
             launcher = importlib.import_module("gdpa.backends.hopper.launch_backward")
-            launcher.compile_backward(keys, dim, dtype, 1, form, heads, request["keys"] or 256, window=window)
+            queries, rows = request["rows"]
+            launcher.compile_backward(keys, dim, dtype, 1, form, heads, rows, window=window, queries=queries)
         else:
             launcher.compile_forward(keys, dim, dtype, 1, form, heads, window=window)
         return

@@ -267,7 +267,7 @@ def _launch(
     recipe = _recipes.get(key)
     if recipe is None or not in_place(*tensors):
         constants = _constants(problem, tensors, outputs, out_scale, needs, multiprocessors(q.device))
-        descriptors = _descriptors(problem, tensors, outputs)
+        descriptors = _descriptors(problem, tensors, outputs, needs[0])
         kernel = backward_kernel[(programs,)](*descriptors, *pointers, *numbers, **constants, **_options(way))
         if len(_recipes) >= _MOST_RECIPES:
             _recipes.clear()
@@ -295,7 +295,7 @@ def _recipe_key(
         way_of_dv(problem, needs[2]),
         is_paired(problem, multiprocessors(q.device)),
         is_together(problem, needs[0]),
-        step_rows(problem),
+        step_rows(problem, needs[0]),
         is_in_order(problem, needs[0]),
         problem.masked,
         problem.deterministic,
@@ -303,10 +303,10 @@ def _recipe_key(
     )
 
 
-def _descriptors(problem: Problem, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> list[Any]:
+def _descriptors(problem: Problem, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...], needs_dq: bool) -> list[Any]:
     q, k, v, d_out = tensors
     dq, copy, dk, dv = outputs
-    rows = step_rows(problem)
+    rows = step_rows(problem, needs_dq)
     columns = problem.head_dim if rows > PART else problem.head_dim // 2  # of a consumer's part of dQ
     return [
         descriptor(q, rows),
@@ -342,7 +342,7 @@ def _pointers(
 def _counter_count(problem: Problem) -> int:
     """Of the relay: enough for each step of each head, and for tickets where it is causal."""
     rows = problem.query_rows if problem.query_side == "packed" else problem.query_rows * problem.batch
-    return (rows // step_rows(problem) + problem.batch + 2) * problem.heads * (2 if problem.masked else 1)
+    return (rows // step_rows(problem, True) + problem.batch + 2) * problem.heads * (2 if problem.masked else 1)
 
 
 def _listed(problem: Problem) -> int:
@@ -397,7 +397,7 @@ def _constants(
         "STRIDE_DK": dk.stride(-2),
         "STRIDE_DV": dv.stride(-2),
         "D": problem.head_dim,
-        "ROWS": step_rows(problem),
+        "ROWS": step_rows(problem, needs[0]),
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "PAIRED": is_paired(problem, multiprocessor_count),
         "TOGETHER": is_together(problem, needs[0]),
@@ -426,15 +426,21 @@ def compile_backward(
     needs: tuple[bool, bool, bool] = (True, True, True),
     deterministic: bool = False,
     window: tuple[int, int] = (-1, -1),
+    queries: int | None = None,
 ) -> Any:
-    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence."""
-    q, k, v, cu_q, cu_k = example(form, 1024, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
+    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence, or as
+    many keys and other `queries`."""
+    q, k, v, cu_q, cu_k = example(form, 1024, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype, queries)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, deterministic)
     d_out = q.new_empty(problem.output_shape)
     way = way_of_dq(problem, needs[0])
     copy = q.new_empty(q.shape, dtype=torch.float32)
     tensors, outputs = (q, k, v, d_out), (torch.empty_like(q), copy, torch.empty_like(k), torch.empty_like(v))
-    arguments = (*_descriptors(problem, tensors, outputs), *_pointers(problem, way, q, cu_q, cu_k, None), *_numbers(problem, 132))
+    arguments = (
+        *_descriptors(problem, tensors, outputs, needs[0]),
+        *_pointers(problem, way, q, cu_q, cu_k, None),
+        *_numbers(problem, 132),
+    )
     constants = _constants(problem, tensors, outputs, None, needs, 132)
     with target_architecture(90):
         return backward_kernel.warmup(*arguments, **constants, **_options(way), grid=(1,))
@@ -455,11 +461,13 @@ def precompile(
             built = list(schedule_kernels.compiled(2 * TILE))
         lines.append(f"sm_90 tile lists of {2 * TILE} rows, {len(built)} kernels, causal")
     for form in forms:
-        # An even and an odd number of tiles, up to four and more.
-        for rows in (128, 256, 384, 1024, 1152) if masked else (128, 256, 1024):
-            kernel = compile_backward(activations, head_dim, dtype, group, form, kv_heads, rows, window=window)
-            lines.append(
-                f"sm_90 {form:14} {'hopper backward_kernel':28} {rows} keys, tiles of {TILE}, 12 warps, "
-                f"{kernel.metadata.shared // 1024} KB shared{', causal' if masked else ''}"
-            )
+        # An even and an odd number of tiles, up to four and more; steps for many queries and for few.
+        for rows in (128, 256, 384, 1024, 1152) if masked else (128, 256, 512, 1024):
+            both = head_dim == 64 and rows > TILE and form in ("dense", "dense-keys") and not masked
+            for queries in (rows, TILE) if both else (rows,):
+                kernel = compile_backward(activations, head_dim, dtype, group, form, kv_heads, rows, window=window, queries=queries)
+                lines.append(
+                    f"sm_90 {form:14} {'hopper backward_kernel':28} {queries}x{rows}, tiles of {TILE} keys, 12 warps, "
+                    f"{kernel.metadata.shared // 1024} KB shared{', causal' if masked else ''}"
+                )
     return lines

@@ -3,11 +3,12 @@ chosen by measurement, which stands beside it."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from gdpa.activations import Activation
-from gdpa.backends.gpu import precision_of
 from gdpa.backends.hopper import relay
 from gdpa.backends.hopper.compat import LONG_STEPS
 from gdpa.backends.hopper.launch import same_offsets
@@ -133,11 +134,12 @@ MOST_IN_ORDER = 8
 LEAST_QUERIES = {True: (MOST_PAIRED_QUERIES + 1, 240), False: (512, 960)}
 
 
-def step_rows(problem: Problem) -> int:
-    """Queries of a step."""
-    if problem.head_dim != 64 or not LONG_STEPS or not _is_common(problem):
+def step_rows(problem: Problem, needs_dq: bool) -> int:
+    """Queries of a step. Without dQ, 128 would spill 70 registers in every step."""
+    instructions = _instructions(problem)
+    if problem.head_dim != 64 or not needs_dq or not LONG_STEPS or instructions is None:
         return PART
-    in_order, way = _instructions(problem) <= MOST_IN_ORDER, way_of_dq(problem, True)
+    in_order, way = instructions <= MOST_IN_ORDER, way_of_dq(problem, True)
     if problem.masked:
         return LONG_STEP if in_order and way == SHARED else PART
     packed = problem.query_side == "packed"
@@ -151,24 +153,30 @@ def is_in_order(problem: Problem, needs_dq: bool) -> bool:
     0.807 -> 0.811 and 0.768 -> 0.782, 2048 0.805 -> 0.814 and 0.773 -> 0.802, 2048 keys for lengths to 2048 0.721 -> 0.744 but
     0.672 -> 0.655; and 256 keys 0.669 -> 0.664 and 0.628 -> 0.623, packed lengths to 2048 0.771 -> 0.771 and 0.716 -> 0.680, causal 1024
     0.569 -> 0.549 and 0.545 -> 0.518."""
-    if step_rows(problem) == LONG_STEP:
-        return _instructions(problem) <= MOST_IN_ORDER
-    if problem.head_dim != 128 or not _is_common(problem):
+    instructions = _instructions(problem)
+    if instructions is None:
         return False
+    short = instructions <= MOST_IN_ORDER
+    if step_rows(problem, needs_dq) == LONG_STEP:
+        return short
     many_keys = problem.key_side != "packed" and problem.key_rows > MOST_KEYS_THROUGH_DQ and way_of_dq(problem, needs_dq) == RELAY
-    return is_together(problem, needs_dq) or (many_keys and _instructions(problem) <= MOST_IN_ORDER)
+    return problem.head_dim == 128 and (is_together(problem, needs_dq) or (many_keys and short))
 
 
-def _is_common(problem: Problem) -> bool:
-    """Whether it is of the kind that the two above were timed with."""
-    simple = problem.group == len(problem.activations) == 1 and problem.dtype == torch.bfloat16 and not problem.deterministic
-    return simple and not needs_mask(problem) and _instructions(problem) <= MOST_INSTRUCTIONS
+def _instructions(problem: Problem) -> int | None:
+    """Of f and f' together, for a score; None where they are more than MOST_INSTRUCTIONS, or the problem is not of the kind that the two
+    above were timed with."""
+    if problem.group != 1 or problem.deterministic or problem.dtype != torch.bfloat16:
+        return None
+    return _known_instructions(problem.activations)
 
 
-def _instructions(problem: Problem) -> int:
-    """Of f and f' together, for a score."""
-    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
-    return functions.weighted_instructions
+@lru_cache(maxsize=1024)
+def _known_instructions(activations: tuple[str, ...]) -> int | None:
+    if len(activations) != 1 or not Activation.from_key(activations[0]).tail_safe:
+        return None
+    instructions = device_functions(activations, precision="bfloat16", frontend="gluon").weighted_instructions
+    return None if instructions is None or instructions > MOST_INSTRUCTIONS else instructions
 
 
 def needs_mask(problem: Problem) -> bool:
