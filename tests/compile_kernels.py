@@ -153,6 +153,7 @@ def main(arch: int, names: list[str]) -> None:
         for name, kernel in schedule_kernels.compiled(128):
             report(kernel, arch, "schedule", name, 32)
     if arch == 90:
+        from gdpa.backends.hopper.compat import LONG_STEPS
         from gdpa.backends.hopper.launch import compile_forward
         from gdpa.backends.hopper.launch_backward import compile_backward
 
@@ -160,7 +161,7 @@ def main(arch: int, names: list[str]) -> None:
             report(compile_forward(keys_of(activations), *hopper_rest), arch, f"hopper-{name}", "forward_kernel", 16)
         for name, (activations, *backward_rest) in HOPPER_BACKWARD.items():
             kernel = compile_backward(keys_of(activations), *backward_rest)
-            products = 32 if "steps-of-128" in name else None
+            products = 32 if "steps-of-128" in name and LONG_STEPS else None
             report(kernel, arch, f"hopper-backward-{name}", "backward_kernel", 16, products)
 
 

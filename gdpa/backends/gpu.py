@@ -129,7 +129,6 @@ def example(
     """q, k, v and both offsets of a call without data, to compile for: form packed, dense, dense-keys or shared-queries; with `rows` keys
     and, unless told, as many queries."""
     packed_q, packed_k = form in ("packed", "dense-keys"), form in ("packed", "shared-queries")
-
     queries = rows if queries is None else queries
 
     def tensor(packed: bool, rows: int, lead: tuple[int, ...], heads: int, width: int) -> Tensor:

@@ -124,18 +124,18 @@ def rounded_tiles(problem: Problem) -> int:
 # 256 keys for lengths to 1024 0.468 -> 0.522, causal 1024 0.381 -> 0.476; gelu_tanh 512 keys 0.456 -> 0.484, 1024 0.478 -> 0.540, 2048
 # 0.496 -> 0.571, lengths to 2048 0.448 -> 0.493, but to 512 0.341 -> 0.213.
 LONG_STEP = 128
-# Of f and f' for a score, gelu's. Its loops, 16 KB of instructions for each consumer, are as much as the cache for them holds: where the
-# first step was longer too, warps waited for instructions in 12 % of their time, and 1024 keys had 0.434.
+# Of f and f' for a score, gelu's, whose loops are 16 KB for each consumer. More seem not to fit the instruction cache: where the first step
+# was longer too, warps waited for instructions in 12 % of their time, and 1024 keys had 0.434.
 MOST_INSTRUCTIONS = 9
-# Up to so many, the first step is in order too (is_in_order): with fewer instructions than silu's the compiler else spills up to 100
-# registers in every step, and short sequences gain only so. gelu_tanh has no room for it: 1024 0.540 -> 0.434, 2048 0.571 -> 0.491.
+# Up to so many, the first step is in order too (is_in_order): with fewer instructions than silu's there are else up to 100 spill
+# instructions in every step, and short sequences gain only so. gelu_tanh has no room for it: 1024 0.540 -> 0.434, 2048 0.571 -> 0.491.
 MOST_IN_ORDER = 8
 # Queries of a sequence, dense ones and packed ones on average, from which on a longer step pays: in order, and not.
 LEAST_QUERIES = {True: (MOST_PAIRED_QUERIES + 1, 240), False: (512, 960)}
 
 
 def step_rows(problem: Problem, needs_dq: bool) -> int:
-    """Queries of a step. Without dQ, 128 would spill 70 registers in every step."""
+    """Queries of a step. Without dQ, 128 would have 70 spill instructions in every step, 64 have none."""
     instructions = _instructions(problem)
     if problem.head_dim != 64 or not needs_dq or not LONG_STEPS or instructions is None:
         return PART
