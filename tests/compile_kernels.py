@@ -43,6 +43,8 @@ HOPPER: dict[str, tuple[Any, ...]] = {
     "64-fp16": (("silu",), 64, torch.float16, 1, "packed"),
     "64-long-silu": (("silu",), 64, torch.bfloat16, 1, "packed", 4, 1024),
     "64-long-gelu": (("gelu_tanh",), 64, torch.bfloat16, 2, "shared-queries", 4, 1024),
+    "64-one-loop": (("gelu_tanh",), 64, torch.bfloat16, 1, "packed", 4, 200),
+    "64-one-loop-dense": (("gelu",), 64, torch.bfloat16, 1, "dense", 4, 384),
     "64-long-dense": (("gelu",), 64, torch.bfloat16, 1, "dense", 4, 2048),
     "causal": (("silu",), 128, torch.bfloat16, 1, "packed", 4, 256, (-1, 0)),
     "causal-gelu": (("gelu_tanh",), 128, torch.bfloat16, 1, "dense", 4, 256, (-1, 0)),

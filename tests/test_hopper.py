@@ -150,7 +150,7 @@ def test_a_remembered_launch_is_what_a_first_one_would_be(launched, monkeypatch,
     """Jagged batches differ in their rows and addresses; the recipe of one must serve the next, and what is noted of a batch itself."""
     from gdpa.backends.hopper import launch
 
-    options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "out_scale": out_scale}
+    options = {"heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "out_scale": out_scale}
     small = make_case(form, q_lengths=(130, 7), k_lengths=(5, 300), **options)
     large = make_case(form, q_lengths=(300, 0, 65), k_lengths=(64, 129, 700), scale=0.25, seed=1, **options)
 
@@ -406,17 +406,27 @@ class TestHowManyConsumersShareATile:
             ({}, 3),
             ({"form": "dense"}, 3),
             ({"form": "shared-query", "q_lengths": (512,), "k_lengths": (5, 300)}, 3),
-            ({"q_lengths": (511, 512)}, 2),
             ({"q_lengths": (1024, 0)}, 3),
-            ({"form": "dense", "q_lengths": (511, 511)}, 2),
-            ({"form": "shared-query", "q_lengths": (511,), "k_lengths": (5, 300)}, 2),
+            ({"q_lengths": (96, 96)}, 3),
+            ({"q_lengths": (95, 96)}, 2),
+            ({"form": "dense", "q_lengths": (128, 128)}, 2),
+            ({"form": "dense", "q_lengths": (129, 129)}, 3),
+            ({"form": "dense", "q_lengths": (192, 192)}, 3),
+            ({"form": "dense", "q_lengths": (193, 193)}, 2),
+            ({"form": "dense", "q_lengths": (256, 256)}, 2),
+            ({"form": "dense", "q_lengths": (257, 257)}, 3),
+            ({"form": "shared-query", "q_lengths": (320,), "k_lengths": (5, 300)}, 3),
+            ({"form": "shared-query", "q_lengths": (32,), "k_lengths": (5, 300)}, 2),
+            ({"activation": "softplus"}, 3),  # a long one
+            ({"activation": "softplus", "q_lengths": (511, 512)}, 2),
+            ({"activation": "softplus", "form": "dense", "q_lengths": (384, 384)}, 2),
             ({"head_dim": 128}, 2),
             ({"dtype": torch.float16}, 2),
             ({"activation": torch.log}, 2),
             ({"activation": ["gelu", "relu"]}, 2),
         ],
     )
-    def test_long_sequences_of_narrow_heads_have_three(self, options, expected):
+    def test_narrow_heads_have_three_where_these_fill_their_tiles(self, options, expected):
         from gdpa.backends.hopper import launch
 
         options = {"q_lengths": self.LONG, "k_lengths": (5, 300), "heads": 2, "head_dim": 64, "dtype": torch.bfloat16} | options
@@ -424,12 +434,46 @@ class TestHowManyConsumersShareATile:
             options["k_lengths"] = (7, 7)
         assert launch.consumers(make_case(**options).problem) == expected
 
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"form": "dense-key", "k_lengths": (129, 129)}, True),
+            ({"form": "dense-key", "k_lengths": (384, 384)}, True),
+            ({"form": "dense-key", "k_lengths": (128, 128)}, False),
+            ({"form": "dense-key", "k_lengths": (385, 385)}, False),
+            ({"k_lengths": (64, 64)}, True),
+            ({"k_lengths": (200, 310)}, True),
+            ({"k_lengths": (63, 64)}, False),
+            ({"k_lengths": (200, 312)}, False),
+            ({"activation": "silu"}, False),
+            ({"activation": "softplus"}, False),
+            ({"head_dim": 128}, False),
+            ({"q_lengths": (40, 40)}, False),
+        ],
+    )
+    def test_a_long_activation_and_few_blocks_of_keys_have_one_loop(self, options, expected):
+        from gdpa.backends.hopper import launch
+
+        base = {
+            "activation": "gelu",
+            "q_lengths": self.LONG,
+            "k_lengths": (5, 300),
+            "heads": 2,
+            "head_dim": 64,
+            "dtype": torch.bfloat16,
+        }
+        case = make_case(**base | options)
+        assert launch.has_one_loop(case.problem) == expected
+        q, k, v = case.inputs[:3]
+        constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
+        assert constants["ONE_LOOP"] == expected
+
     @pytest.mark.parametrize("form", ["packed", "dense"])
     def test_tiles_records_and_the_kernel_agree(self, launched, form):
         """One batch of each kind: three consumers have 192 rows a tile, so there are fewer tiles."""
         from gdpa.backends.hopper import launch
 
-        for rows, count in ((500, 2), (512, 3)):
+        for rows, count in ((64, 2), (512, 3)):
             case = make_case(form, q_lengths=(rows, rows), k_lengths=(64, 64), heads=2, head_dim=64, dtype=torch.bfloat16)
             call(case)
             call(case)
@@ -439,7 +483,7 @@ class TestHowManyConsumersShareATile:
                 records, tiles, blocks = arguments[4], arguments[6], arguments[9]
                 assert blocks == (q_blocks if form == "dense" else -(-2 * rows // tile))
                 assert tiles >= 2 * 2 * q_blocks
-                assert arguments[-1] == count
+                assert arguments[-2] == count
             if form == "packed":
                 built = launch.schedule.records(
                     case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, 2, case.problem.query_rows, case.problem.key_rows, tile
@@ -544,7 +588,7 @@ def test_precompile_builds_causal_kernels_where_asked_to(group, monkeypatch):
     def compiled(which: str) -> Any:
         def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window=(-1, -1), queries=None):
             built.append((which, form, window))
-            return SimpleNamespace(metadata=SimpleNamespace(num_warps=4, shared=1024))
+            return SimpleNamespace(metadata=SimpleNamespace(num_warps=4, shared=1024), hash=len(built))
 
         return compile_it
 

@@ -72,16 +72,37 @@ def test_every_form(form, head_dim):
     check(make_case(form, **{**BASE, "head_dim": head_dim}, q_lengths=(300, 3, 0, 129), k_lengths=(270, 129, 64, 0)), "hopper")
 
 
+@pytest.mark.parametrize("one_loop", [False, True], ids=["apart", "one-loop"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("form", FORMS)
-def test_three_consumers(form, activation, monkeypatch):
-    """As long sequences have them, here of every length; six heads, so that no other test's launches are remembered."""
+def test_three_consumers(form, activation, one_loop, monkeypatch):
+    """Whatever the lengths, a tile's first step apart or in the loop; six heads, so that no other test's launches are remembered."""
     from gdpa.backends.hopper import launch
 
-    monkeypatch.setattr(launch, "ROWS_FOR_THREE", 0)
+    monkeypatch.setattr(launch, "LEAST_AVERAGE_FOR_THREE", 0)
+    monkeypatch.setattr(launch, "BLOCKS_FOR_TWO", ())
+    monkeypatch.setattr(launch, "LEAST_INSTRUCTIONS_FOR_ONE_LOOP", 0)
+    monkeypatch.setattr(launch, "KEYS_FOR_ONE_LOOP", dict.fromkeys((False, True), (0, 2**31 if one_loop else -1)))
     options = {**BASE, "heads": 6, "head_dim": 64, "activation": activation, "out_scale": "per-sequence"}
     case = make_case(form, **options, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS)
     assert launch.consumers(case.problem) == 3
+    assert launch.has_one_loop(case.problem) == one_loop
+    check(case, "hopper")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "elu", "hardswish", "relu"])
+@pytest.mark.parametrize(
+    ("form", "rows", "keys"), [("packed", 150, 150), ("dense", 192, 192), ("dense", 300, 300), ("dense-key", 700, 256)]
+)
+def test_sequences_of_a_few_blocks(form, rows, keys, activation):
+    """Three consumers, and, but for relu, one loop, as the host chooses them; sequences that end before, at and past a block's edge."""
+    from gdpa.backends.hopper import launch
+
+    rows_of = [rows] * 5 if form == "dense" else [rows, rows - 23, 1, 0, 2 * rows + 24]
+    keys_of = [keys] * 5 if form != "packed" else [keys, 2 * keys, keys + 1, 128, 1]
+    case = make_case(form, **{**BASE, "head_dim": 64, "activation": activation}, q_lengths=rows_of, k_lengths=keys_of)
+    assert launch.consumers(case.problem) == 3
+    assert launch.has_one_loop(case.problem) == (activation != "relu")
     check(case, "hopper")
 
 

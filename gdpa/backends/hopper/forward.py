@@ -271,7 +271,7 @@ def consumer(
     scale, out_scale,
     activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr,
-    MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, WHICH: gl.constexpr,
+    MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, ONE_LOOP: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     ALL: gl.constexpr = all_threads(CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -336,20 +336,26 @@ def consumer(
             from_key = own - left
             to_key = own + right
             # The tile's first block completes the tile before. Without one p is stale, and nothing is made of its product.
-            p, accumulator = step(
-                q, p, accumulator, continued, keys, values, stage, phase, keys_left, from_key, to_key, shared, following, scale, head,
-                activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, ALL,
-            )  # fmt: skip
-            if pending:
-                store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
-            stage, phase = advance(stage, phase)
-            for block in range(1, blocks):
-                before = block * between
+            if not ONE_LOOP:
                 p, accumulator = step(
-                    q, p, accumulator, block > 1, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
+                    q, p, accumulator, continued, keys, values, stage, phase, keys_left, from_key, to_key, shared, following, scale, head,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, ALL,
+                )  # fmt: skip
+                if pending:
+                    store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
+                stage, phase = advance(stage, phase)
+            for block in range(0 if ONE_LOOP else 1, blocks):
+                before = block * between
+                adds = block > 1
+                if ONE_LOOP:
+                    adds = adds | (continued & (block == 0))
+                p, accumulator = step(
+                    q, p, accumulator, adds, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
                     shared, following, scale, head,
                     activate, finish, BLOCK_N, EARLY, MASK_TAIL, BOTH if WINDOW == BOTH else NO_WINDOW, WHICH, ALL,
                 )  # fmt: skip
+                if ONE_LOOP and pending & (block == 0):
+                    store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
                 stage, phase = advance(stage, phase)
             if CONSUMERS == 2:
                 arrive(QUERIES_EMPTY + slot, ONE_AND_PRODUCER)
@@ -396,7 +402,7 @@ def forward_kernel(
     activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr,
-    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr,
+    EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, ONE_LOOP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
@@ -417,7 +423,7 @@ def forward_kernel(
             (consumer, (
                 o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks,
                 left, right, scale, out_scale, activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE,
-                EARLY, MASK_TAIL, WINDOW, CONSUMERS, which,
+                EARLY, MASK_TAIL, WINDOW, CONSUMERS, ONE_LOOP, which,
             )) if which < CONSUMERS else
             (producer, (
                 q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks, left, right,

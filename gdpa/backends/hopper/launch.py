@@ -7,6 +7,7 @@ lies before), and the kernel is started past Triton's own launcher (gdpa/launchi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,9 +41,25 @@ CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
 BLOCK_N = 128  # keys of a block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 warps share the registers
-# Rows of a sequence from which on three consumers are the faster at D = 64 in bf16. Of the floor on an H200, two -> three: SiLU 256 rows
-# 0.707 -> 0.692, 512 rows 0.632 -> 0.649, 2048 rows 0.747 -> 0.823; gelu_tanh 0.625 -> 0.556, 0.534 -> 0.561, 0.608 -> 0.718.
+# Three consumers, at D = 64 in bf16, are the faster where they fill their tiles of 192 rows. Of the floor on an H200, two -> three, SiLU
+# and gelu_tanh: 192 rows 0.648 -> 0.822 and 0.578 -> 0.743, 256 rows 0.748 -> 0.724 and 0.692 -> 0.648, 320 rows 0.511 -> 0.665 and
+# 0.407 -> 0.495, 384 rows 0.597 -> 0.691 and 0.527 -> 0.607, 512 rows 0.625 -> 0.635 and 0.536 -> 0.555, 768 rows 0.652 -> 0.772 and
+# 0.573 -> 0.660; packed lengths to 200 0.646 -> 0.721 and 0.525 -> 0.590, to 512 0.468 -> 0.490 and 0.396 -> 0.422, to 1024
+# 0.578 -> 0.654 and 0.507 -> 0.563, with 256 keys 0.527 -> 0.620 and 0.521 -> 0.593. Averages below were not timed.
+BLOCKS_FOR_TWO = (0, 1, 2, 4)  # of 64 rows, dense
+LEAST_AVERAGE_FOR_THREE = 96  # of packed sequences
+# Longer activations, by the instructions of f and f' for a score, have three from so many rows on: 512, as all had before. With more
+# code than gelu's, three copies of it, warps are likely to wait for instructions where tiles are short.
+MOST_INSTRUCTIONS_FOR_THREE = 11
 ROWS_FOR_THREE = 512
+# Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, as often as in its loop: three
+# consumers with gelu have 67 KB of both, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one loop
+# for all steps there is less. Of the floor, apart -> in one, gelu_tanh: 192 rows 0.567 -> 0.743, 256 rows 0.568 -> 0.648, 320 rows
+# 0.495 -> 0.495, 384 rows 0.556 -> 0.607, lengths to 200 0.510 -> 0.590, 256 keys for 1024 rows 0.433 -> 0.529 and for lengths to 1024
+# 0.470 -> 0.593; but 128 keys 0.680 -> 0.661, 512 rows 0.555 -> 0.548, 2048 rows 0.679 -> 0.663, lengths to 600 0.442 -> 0.432. SiLU's
+# steps are shorter: 192 rows 0.822 -> 0.847, 256 keys 0.567 -> 0.603, but 384 rows 0.691 -> 0.686, 2048 rows 0.775 -> 0.759.
+LEAST_INSTRUCTIONS_FOR_ONE_LOOP = 8
+KEYS_FOR_ONE_LOOP = {False: (129, 384), True: (64, 255)}  # dense, and packed on average
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -163,9 +180,35 @@ def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments:
 
 def consumers(problem: Problem) -> int:
     """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked."""
-    rows = problem.query_rows // max(problem.batch, 1) if problem.query_side == "packed" else problem.query_rows
     fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
-    return 3 if fits and rows >= ROWS_FOR_THREE and not _needs_mask(problem) and not problem.masked else 2
+    if not fits or _needs_mask(problem) or problem.masked:
+        return 2
+    packed = problem.query_side == "packed"
+    rows = problem.query_rows // max(problem.batch, 1) if packed else problem.query_rows
+    length = instructions(problem.activations[0])
+    if length is None or length > MOST_INSTRUCTIONS_FOR_THREE:
+        return 3 if rows >= ROWS_FOR_THREE else 2
+    many = rows >= LEAST_AVERAGE_FOR_THREE if packed else -(-rows // CONSUMER_ROWS) not in BLOCKS_FOR_TWO
+    return 3 if many else 2
+
+
+def has_one_loop(problem: Problem) -> bool:
+    """Whether a tile's first step is one of its loop's."""
+    length = instructions(problem.activations[0]) if consumers(problem) == 3 else None
+    if length is None:
+        return False
+    packed = problem.key_side == "packed"
+    least, most = KEYS_FOR_ONE_LOOP[packed]
+    keys = problem.key_rows // max(problem.batch, 1) if packed else problem.key_rows
+    return LEAST_INSTRUCTIONS_FOR_ONE_LOOP <= length <= MOST_INSTRUCTIONS_FOR_THREE and least <= keys <= most
+
+
+@lru_cache(maxsize=1024)
+def instructions(activation: str) -> int | None:
+    """Of f and f' together in bfloat16, for a score; None where they are not known, or masked at a sequence's end."""
+    if not Activation.from_key(activation).tail_safe:
+        return None
+    return device_functions((activation,), precision="bfloat16", frontend="gluon").weighted_instructions
 
 
 def same_offsets(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
@@ -257,6 +300,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         out_scale is None,
         _has_many_rows(problem),
         consumers(problem),
+        has_one_loop(problem),
         _window(problem, same),
     )
 
@@ -330,6 +374,7 @@ def _constants(
         "MASK_TAIL": mask_tail,
         "WINDOW": _window(problem, same),
         "CONSUMERS": count,
+        "ONE_LOOP": has_one_loop(problem),
     }
 
 
@@ -358,10 +403,15 @@ def precompile(
 ) -> list[str]:
     """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
-    sizes = [(rows, (-1, -1)) for rows in ((256, ROWS_FOR_THREE) if head_dim == 64 else (256,))]
+    # Of each kind: two consumers, three and perhaps one loop, three.
+    sizes = [(rows, (-1, -1)) for rows in ((64, 192, ROWS_FOR_THREE) if head_dim == 64 else (256,))]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
+        built = set()
         for rows, window in [(256, (-1, 0)), (256, (1, 0))] if masked else sizes:
             kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads, rows, window)
+            if kernel.hash in built:
+                continue
+            built.add(kernel.hash)
             lines.append(
                 f"sm_90 {form:14} {'hopper forward_kernel':28} {rows} queries, {kernel.metadata.num_warps} warps, "
                 f"{kernel.metadata.shared // 1024} KB shared{'' if not masked else ', causal' if window[0] < 0 else ', window'}"

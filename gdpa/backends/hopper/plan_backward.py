@@ -3,17 +3,14 @@ chosen by measurement, which stands beside it."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from gdpa.activations import Activation
 from gdpa.backends.hopper import relay
 from gdpa.backends.hopper.compat import LONG_STEPS
-from gdpa.backends.hopper.launch import same_offsets
+from gdpa.backends.hopper.launch import instructions, same_offsets
 from gdpa.problem import Problem
-from gdpa.tracing import device_functions
 
 TILE = 128  # keys of a tile, as the kernel has them
 PART = 64  # rows of what a consumer has of a step's dQ
@@ -168,15 +165,8 @@ def _instructions(problem: Problem) -> int | None:
     above were timed with."""
     if problem.group != 1 or problem.deterministic or problem.dtype != torch.bfloat16:
         return None
-    return _known_instructions(problem.activations)
-
-
-@lru_cache(maxsize=1024)
-def _known_instructions(activations: tuple[str, ...]) -> int | None:
-    if len(activations) != 1 or not Activation.from_key(activations[0]).tail_safe:
-        return None
-    instructions = device_functions(activations, precision="bfloat16", frontend="gluon").weighted_instructions
-    return None if instructions is None or instructions > MOST_INSTRUCTIONS else instructions
+    count = instructions(problem.activations[0]) if len(problem.activations) == 1 else None
+    return None if count is None or count > MOST_INSTRUCTIONS else count
 
 
 def needs_mask(problem: Problem) -> bool:
