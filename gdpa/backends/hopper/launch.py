@@ -179,9 +179,12 @@ def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments:
 
 
 def consumers(problem: Problem) -> int:
-    """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked."""
+    """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked.
+
+    Two have gelu in packed bf16 and three have not: where results must be the same every time, a sequence's do not depend on the lengths of
+    others either, so there are two."""
     fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
-    if not fits or _needs_mask(problem) or problem.masked:
+    if not fits or _needs_mask(problem) or problem.masked or problem.deterministic:
         return 2
     packed = problem.query_side == "packed"
     rows = problem.query_rows // max(problem.batch, 1) if packed else problem.query_rows
