@@ -471,6 +471,33 @@ class TestHowManyConsumersShareATile:
         constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
         assert constants["ONE_LOOP"] == expected
 
+    def test_a_loop_for_few_keys_is_another_kernel_than_one_for_many(self, launched):
+        """Alike in all else that a recipe depends on."""
+        options = {"activation": "gelu", "heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+        for keys in (100, 500, 120, 600):
+            call(make_case(q_lengths=(100, 150), k_lengths=(keys, keys), **options))
+        assert [(how, arguments[-1]) for how, _, arguments in launched.calls] == [
+            ("first", True),
+            ("first", False),
+            ("remembered", True),
+            ("remembered", False),
+        ]
+
+    @pytest.mark.parametrize(("activation", "kinds"), [("silu", 2), ("gelu", 3), ("softplus", 2)])
+    def test_precompile_builds_each_kind_once(self, monkeypatch, activation, kinds):
+        from gdpa.backends.hopper import launch
+
+        def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window):
+            q, k, v, cu_q, cu_k = launch.example(form, 4, rows, kv_heads, kv_heads, head_dim, head_dim, dtype)
+            problem = launch.describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
+            kind = launch.consumers(problem), launch.has_one_loop(problem)
+            return SimpleNamespace(metadata=SimpleNamespace(num_warps=4 + 4 * kind[0], shared=1024), hash=kind)
+
+        monkeypatch.setattr(launch, "compile_forward", compile_it)
+        lines = launch.precompile((activation,), 64, torch.bfloat16)
+        assert len(lines) == 4 * kinds  # forms
+        assert sum("12 warps" in line for line in lines) == 4
+
     @pytest.mark.parametrize("form", ["packed", "dense"])
     def test_tiles_records_and_the_kernel_agree(self, launched, form):
         """One batch of each kind: three consumers have 192 rows a tile, so there are fewer tiles."""

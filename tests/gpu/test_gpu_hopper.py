@@ -76,15 +76,16 @@ def test_every_form(form, head_dim):
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("form", FORMS)
 def test_three_consumers(form, activation, one_loop, monkeypatch):
-    """Whatever the lengths, a tile's first step apart or in the loop; six heads, so that no other test's launches are remembered."""
+    """Whatever the lengths, a tile's first step apart or in the loop; numbers of heads of their own, so that no other's launches are
+    remembered. Dense sides have the first length."""
     from gdpa.backends.hopper import launch
 
     monkeypatch.setattr(launch, "LEAST_AVERAGE_FOR_THREE", 0)
     monkeypatch.setattr(launch, "BLOCKS_FOR_TWO", ())
     monkeypatch.setattr(launch, "LEAST_INSTRUCTIONS_FOR_ONE_LOOP", 0)
     monkeypatch.setattr(launch, "KEYS_FOR_ONE_LOOP", dict.fromkeys((False, True), (0, 2**31 if one_loop else -1)))
-    options = {**BASE, "heads": 6, "head_dim": 64, "activation": activation, "out_scale": "per-sequence"}
-    case = make_case(form, **options, q_lengths=Q_LENGTHS, k_lengths=K_LENGTHS)
+    options = {**BASE, "heads": 10 if one_loop else 6, "head_dim": 64, "activation": activation, "out_scale": "per-sequence"}
+    case = make_case(form, **options, q_lengths=(450, *Q_LENGTHS), k_lengths=(270, *K_LENGTHS))
     assert launch.consumers(case.problem) == 3
     assert launch.has_one_loop(case.problem) == one_loop
     check(case, "hopper")

@@ -274,6 +274,7 @@ def consumer(
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr,
     MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, ONE_LOOP: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(not ONE_LOOP or WINDOW == NO_WINDOW)  # RIGHT masks the first step alone
     ALL: gl.constexpr = all_threads(CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)

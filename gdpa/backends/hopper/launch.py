@@ -41,23 +41,25 @@ CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
 BLOCK_N = 128  # keys of a block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 warps share the registers
-# Three consumers, at D = 64 in bf16, are the faster where they fill their tiles of 192 rows. Of the floor on an H200, two -> three, SiLU
-# and gelu_tanh: 192 rows 0.648 -> 0.822 and 0.578 -> 0.743, 256 rows 0.748 -> 0.724 and 0.692 -> 0.648, 320 rows 0.511 -> 0.665 and
+# Three consumers, at D = 64 in bf16, are mostly the faster where they fill their tiles of 192 rows. Of the floor on an H200, two -> three,
+# SiLU and gelu_tanh: 192 rows 0.648 -> 0.822 and 0.578 -> 0.743, 256 rows 0.748 -> 0.724 and 0.692 -> 0.648, 320 rows 0.511 -> 0.665 and
 # 0.407 -> 0.495, 384 rows 0.597 -> 0.691 and 0.527 -> 0.607, 512 rows 0.625 -> 0.635 and 0.536 -> 0.555, 768 rows 0.652 -> 0.772 and
-# 0.573 -> 0.660; packed lengths to 200 0.646 -> 0.721 and 0.525 -> 0.590, to 512 0.468 -> 0.490 and 0.396 -> 0.422, to 1024
-# 0.578 -> 0.654 and 0.507 -> 0.563, with 256 keys 0.527 -> 0.620 and 0.521 -> 0.593. Averages below were not timed.
+# 0.573 -> 0.660; packed lengths to 200 0.646 -> 0.721 and 0.525 -> 0.590, to 512 0.468 -> 0.490 and 0.396 -> 0.420, to 1024
+# 0.578 -> 0.654 and 0.507 -> 0.563, with 256 keys 0.527 -> 0.620 and 0.521 -> 0.593; but 256 keys for 1024 rows 0.597 -> 0.567 and
+# 0.525 -> 0.529. gelu_tanh has one loop (below) where keys are few. Packed sequences of fewer than 100 rows on average were not timed.
 BLOCKS_FOR_TWO = (0, 1, 2, 4)  # of 64 rows, dense
 LEAST_AVERAGE_FOR_THREE = 96  # of packed sequences
 # Longer activations, by the instructions of f and f' for a score, have three from so many rows on: 512, as all had before. With more
 # code than gelu's, three copies of it, warps are likely to wait for instructions where tiles are short.
 MOST_INSTRUCTIONS_FOR_THREE = 11
 ROWS_FOR_THREE = 512
-# Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, as often as in its loop: three
-# consumers with gelu have 67 KB of both, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one loop
-# for all steps there is less. Of the floor, apart -> in one, gelu_tanh: 192 rows 0.567 -> 0.743, 256 rows 0.568 -> 0.648, 320 rows
+# Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, half or a third of the time: the
+# kernel has 71 KB with gelu, most of it steps, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one
+# loop for all steps it has 52. Of the floor, apart -> in one, gelu_tanh: 192 rows 0.567 -> 0.743, 256 rows 0.568 -> 0.648, 320 rows
 # 0.495 -> 0.495, 384 rows 0.556 -> 0.607, lengths to 200 0.510 -> 0.590, 256 keys for 1024 rows 0.433 -> 0.529 and for lengths to 1024
 # 0.470 -> 0.593; but 128 keys 0.680 -> 0.661, 512 rows 0.555 -> 0.548, 2048 rows 0.679 -> 0.663, lengths to 600 0.442 -> 0.432. SiLU's
-# steps are shorter: 192 rows 0.822 -> 0.847, 256 keys 0.567 -> 0.603, but 384 rows 0.691 -> 0.686, 2048 rows 0.775 -> 0.759.
+# steps are shorter: 192 rows 0.822 -> 0.847, 256 keys 0.567 -> 0.603, but 384 rows 0.691 -> 0.686, 2048 rows 0.775 -> 0.759. elu and
+# hardswish, which lie between, were not timed.
 LEAST_INSTRUCTIONS_FOR_ONE_LOOP = 8
 KEYS_FOR_ONE_LOOP = {False: (129, 384), True: (64, 255)}  # dense, and packed on average
 
@@ -181,8 +183,8 @@ def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments:
 def consumers(problem: Problem) -> int:
     """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked.
 
-    Two have gelu in packed bf16 and three have not: where results must be the same every time, a sequence's do not depend on the lengths of
-    others either, so there are two."""
+    Of two consumers gelu's scores may be packed in bf16, of three they are not. Where results must be the same every time, a sequence's do
+    not depend on the lengths of others either (but for calls of fewer than FEWEST_PACKED_ROWS), so there are always two."""
     fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
     if not fits or _needs_mask(problem) or problem.masked or problem.deterministic:
         return 2
@@ -351,9 +353,9 @@ def _constants(
     functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
     mask_tail = _needs_mask(problem)
     count = consumers(problem)
-    # A mask would part the pairs of packed scores. With three consumers, of long sequences at D = 64, they are no faster. Of the floor on
-    # an H200, gelu_tanh without and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682
-    # and 0.667.
+    # A mask would part the pairs of packed scores. With three consumers and long sequences they are no faster; short ones were not timed.
+    # Of the floor on an H200, gelu_tanh without and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593,
+    # 2048 rows 0.682 and 0.667.
     masked = mask_tail or problem.masked
     packed = functions.open_packed is not None and count == 2 and not masked and _has_many_rows(problem)
     # Worth up to 4 %, in fp16 3 to 11 %. A mask has no registers to spare for it, nor has any activation with three consumers.
@@ -390,9 +392,11 @@ def compile_forward(
     kv_heads: int = 4,
     rows: int = 256,
     window: tuple[int, int] = (-1, -1),
+    queries: int | None = None,
 ) -> Any:
-    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, `rows` a sequence."""
-    q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype)
+    """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence, or as
+    many keys and other `queries`."""
+    q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype, queries)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
     arguments = (*_descriptors(q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
@@ -412,7 +416,7 @@ def precompile(
         built = set()
         for rows, window in [(256, (-1, 0)), (256, (1, 0))] if masked else sizes:
             kernel = compile_forward(activations, head_dim, dtype, group, form, kv_heads, rows, window)
-            if kernel.hash in built:
+            if kernel.hash in built and not masked:
                 continue
             built.add(kernel.hash)
             lines.append(
