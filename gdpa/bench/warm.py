@@ -132,7 +132,7 @@ def main() -> None:
     causal = request.get("causal", False)  # earlier versions do not say
     window = (-1, 0) if causal else (-1, -1)
     if request["provider"] == "gdpa-hopper":
-        queries, rows = request["rows"] or (256, 256)
+        queries, rows = request.get("rows") or (256, 256)  # as earlier versions have it
         if request["backward"]:
             launcher = importlib.import_module("gdpa.backends.hopper.launch_backward")
             launcher.compile_backward(keys, dim, dtype, 1, form, heads, rows, window=window, queries=queries)
