@@ -186,7 +186,7 @@ def consumers(problem: Problem) -> int:
     Of two consumers gelu's scores may be packed in bf16, of three they are not. Where results must be the same every time, a sequence's do
     not depend on the lengths of others either (but for calls of fewer than FEWEST_PACKED_ROWS), so there are always two."""
     fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
-    if not fits or _needs_mask(problem) or problem.masked or problem.deterministic:
+    if not fits or needs_mask(problem) or problem.masked or problem.deterministic:
         return 2
     packed = problem.query_side == "packed"
     rows = problem.query_rows // max(problem.batch, 1) if packed else problem.query_rows
@@ -234,7 +234,8 @@ def _window(problem: Problem, same: bool) -> int:
     return int((RIGHT if left < 0 and on_edge else BOTH).value)
 
 
-def _needs_mask(problem: Problem) -> bool:
+def needs_mask(problem: Problem) -> bool:
+    """Whether rows past a sequence's end must be masked."""
     return not all(Activation.from_key(key).tail_safe for key in problem.activations)
 
 
@@ -351,7 +352,7 @@ def _constants(
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
-    mask_tail = _needs_mask(problem)
+    mask_tail = needs_mask(problem)
     count = consumers(problem)
     # A mask would part the pairs of packed scores. With three consumers and long sequences they are no faster; short ones were not timed.
     # Of the floor on an H200, gelu_tanh without and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593,

@@ -22,7 +22,7 @@ from gdpa.backends.gpu import (
 )
 from gdpa.backends.hopper import partial
 from gdpa.backends.hopper.backward import backward_kernel
-from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, readable, same_offsets, start
+from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, needs_mask, readable, same_offsets, start
 from gdpa.backends.hopper.plan_backward import (
     PART,
     RELAY,
@@ -32,7 +32,6 @@ from gdpa.backends.hopper.plan_backward import (
     is_in_order,
     is_paired,
     is_together,
-    needs_mask,
     rounded_tiles,
     step_rows,
     way_of_dq,

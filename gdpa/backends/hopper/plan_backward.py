@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdpa.activations import Activation
 from gdpa.backends.hopper import relay
 from gdpa.backends.hopper.compat import LONG_STEPS
 from gdpa.backends.hopper.launch import instructions, same_offsets
@@ -133,10 +132,10 @@ LEAST_QUERIES = {True: (MOST_PAIRED_QUERIES + 1, 240), False: (512, 960)}
 
 def step_rows(problem: Problem, needs_dq: bool) -> int:
     """Queries of a step. Without dQ, 128 would have 70 spill instructions in every step, 64 have none."""
-    instructions = _instructions(problem)
-    if problem.head_dim != 64 or not needs_dq or not LONG_STEPS or instructions is None:
+    count = _instructions(problem)
+    if problem.head_dim != 64 or not needs_dq or not LONG_STEPS or count is None:
         return PART
-    in_order, way = instructions <= MOST_IN_ORDER, way_of_dq(problem, True)
+    in_order, way = count <= MOST_IN_ORDER, way_of_dq(problem, True)
     if problem.masked:
         return LONG_STEP if in_order and way == SHARED else PART
     packed = problem.query_side == "packed"
@@ -150,10 +149,10 @@ def is_in_order(problem: Problem, needs_dq: bool) -> bool:
     0.807 -> 0.811 and 0.768 -> 0.782, 2048 0.805 -> 0.814 and 0.773 -> 0.802, 2048 keys for lengths to 2048 0.721 -> 0.744 but
     0.672 -> 0.655; and 256 keys 0.669 -> 0.664 and 0.628 -> 0.623, packed lengths to 2048 0.771 -> 0.771 and 0.716 -> 0.680, causal 1024
     0.569 -> 0.549 and 0.545 -> 0.518."""
-    instructions = _instructions(problem)
-    if instructions is None:
+    count = _instructions(problem)
+    if count is None:
         return False
-    short = instructions <= MOST_IN_ORDER
+    short = count <= MOST_IN_ORDER
     if step_rows(problem, needs_dq) == LONG_STEP:
         return short
     many_keys = problem.key_side != "packed" and problem.key_rows > MOST_KEYS_THROUGH_DQ and way_of_dq(problem, needs_dq) == RELAY
@@ -167,8 +166,3 @@ def _instructions(problem: Problem) -> int | None:
         return None
     count = instructions(problem.activations[0]) if len(problem.activations) == 1 else None
     return None if count is None or count > MOST_INSTRUCTIONS else count
-
-
-def needs_mask(problem: Problem) -> bool:
-    """Whether rows past a sequence's end must be masked."""
-    return not all(Activation.from_key(key).tail_safe for key in problem.activations)
