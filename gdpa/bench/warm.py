@@ -45,8 +45,8 @@ def keys_of(case: Case) -> int:
 
 
 def rows_of(case: Case) -> tuple[int, int]:
-    """The queries and the keys of a sequence to build the hopper backward for, whose form depends on dense keys and, at D = 64, on how many
-    queries there are on average."""
+    """The queries and the keys of a sequence to build the hopper kernels for, whose form depends on dense keys and, at D = 64, on how many
+    queries there are on average. Of packed keys 256 are assumed: with few, a forward kernel of gelu's may still be built at the gate."""
     keys = keys_of(case) or 256
     queries = case.fixed if case.kind == "pma" else int(case.drawn.sum()) // max(case.batch, 1)
     return (max(queries, 1) if case.dim == 64 else keys, keys)

@@ -58,8 +58,8 @@ ROWS_FOR_THREE = 512
 # loop for all steps it has 52. Of the floor, apart -> in one, gelu_tanh: 192 rows 0.567 -> 0.743, 256 rows 0.568 -> 0.648, 320 rows
 # 0.495 -> 0.495, 384 rows 0.556 -> 0.607, lengths to 200 0.510 -> 0.590, 256 keys for 1024 rows 0.433 -> 0.529 and for lengths to 1024
 # 0.470 -> 0.593; but 128 keys 0.680 -> 0.661, 512 rows 0.555 -> 0.548, 2048 rows 0.679 -> 0.663, lengths to 600 0.442 -> 0.432. SiLU's
-# steps are shorter: 192 rows 0.822 -> 0.847, 256 keys 0.567 -> 0.603, but 384 rows 0.691 -> 0.686, 2048 rows 0.775 -> 0.759. elu and
-# hardswish, which lie between, were not timed.
+# steps are shorter: 192 rows 0.822 -> 0.847, 256 keys 0.567 -> 0.603, but 384 rows 0.691 -> 0.686, 2048 rows 0.775 -> 0.759. elu
+# and hardswish, with 8 and 11 instructions, were not timed.
 LEAST_INSTRUCTIONS_FOR_ONE_LOOP = 8
 KEYS_FOR_ONE_LOOP = {False: (129, 384), True: (64, 255)}  # dense, and packed on average
 
