@@ -36,7 +36,7 @@ from gdpa.lifting import lift
 from gdpa.lowering import Precision
 from gdpa.spelling import spelled
 
-GENERATOR_VERSION = 19
+GENERATOR_VERSION = 20
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class DeviceFunctions:
         weighted_pair: `activate_pair_weighted(s, scale, weight, head) -> (g, dg)`, with f(scale * s) = c * g and
             weight * f'(scale * s) = dg; the weight is a scalar.
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
-        weighted_instructions: how many `weighted_pair` has for a score, in bfloat16 and of one activation; None elsewhere, and where one
-            of its steps is a call of several.
+        weighted_instructions: how many `weighted_pair` has for a score, of one activation in bfloat16 or in float16 on sm_90; None
+            elsewhere, and where one of its steps is a call of several.
         open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
-            EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in bfloat16, and are no numbers.
-            None where heads differ or the activation has no such form. Needs sm_90.
-        finish_packed: `finish_packed(x, DTYPE) -> g`, a bfloat16 tile, as DTYPE must be; None where `open_packed` is.
+            EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in the 16 bits of the result, and are
+            no numbers. None where heads differ or the activation has no such form. Needs sm_90.
+        finish_packed: `finish_packed(x, DTYPE) -> g`, a tile of the dtype of the precision, as DTYPE must be; None where `open_packed` is.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -145,12 +145,12 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
         expression = Activation.from_key(key).expression
         functions += [writer.function(f"value_{i}", expression, 1), writer.function(f"pair_{i}", expression, 2)]
         if folds:
-            whole = ONE if precision == "float16" else None
+            whole = None if precision == "bfloat16" else ONE
             functions += writer.folded_functions("value", i, expression, (whole,))
             functions += writer.folded_functions("pair", i, expression, (whole, whole), lifts)
             functions += writer.folded_functions("pair", i, expression, (whole, WEIGHT))
         # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
-        if precision == "bfloat16" and len(distinct) == 1:
+        if precision in _WORDS and len(distinct) == 1:
             packed = writer.packed_function(i, expression)
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
@@ -164,18 +164,18 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             _dispatch("weighted_factor", "factors_of_weighted_pair", "scale", "c", heads),
         ]
         if packed is not None:
-            functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS), packed]
+            functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS, **_WORDS[precision]), packed]
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
-    counted = writer.weighted_instructions if precision == "bfloat16" and len(distinct) == 1 else None
+    counted = writer.weighted_instructions if precision in ("bfloat16", "float16_sm90") and len(distinct) == 1 else None
     functions += [f"LIFTED = {writer.lifted}", f"WEIGHTED_INSTRUCTIONS = {counted}"]
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
     return body.replace("@jit", "@gluon.jit" if frontend == "gluon" else "@triton.jit") + "\n"
 
 
-# Operations that are one instruction in bfloat16.
+# Operations that are one instruction where tanh is.
 _SINGLE = frozenset(
     {"mul", "add", "sub", "neg", "abs", "maximum", "minimum", "where", "le", "lt", "ge", "gt", "eq", "ne"}
     | {"tanh", "exp2", "log2", "reciprocal"}
@@ -183,6 +183,7 @@ _SINGLE = frozenset(
 _NAMES: dict[Precision, str] = {
     "float32": "in portable operations",
     "float16": "in approximate instructions of NVIDIA devices, for float16",
+    "float16_sm90": "in approximate instructions of NVIDIA devices, for float16 on sm_90",
     "bfloat16": "in approximate instructions of NVIDIA devices, for bfloat16",
 }
 
@@ -194,28 +195,46 @@ _PREAMBLES = {
 }
 
 
-# Columns of a tile that `open_packed` computes in float32. Packed scores are rounded to bfloat16 before the activation and P once more
+# Columns of a tile that `open_packed` computes in float32. Packed scores are rounded to 16 bits before the activation and P once more
 # after it: sums over many keys stay well inside the error budget, single ones do not. So sequences of up to this many keys have no
 # packed ones, and longer ones have a share of exact ones. A multiple of 16, the keys of one product instruction.
 EXACT_COLUMNS = 16
 # Rows of a call, heads counted, that should share the budget for it to have packed scores (docs/numerics.md).
 FEWEST_PACKED_ROWS = 64
 
+# How assembly and Triton call two numbers of a precision in a register, and how a number is rounded and widened. A score past float16's
+# range, which is finite beside an exact tanh, stays so.
+_WORDS: dict[Precision, dict[str, str]] = {
+    "bfloat16": {
+        "pair": "bf16x2",
+        "dtype": "bfloat16",
+        "round": "cvt.rn.bf16.f32",
+        "widen": "mov.b32 first, {0, half}",
+        "limit": "",
+    },
+    "float16_sm90": {
+        "pair": "f16x2",
+        "dtype": "float16",
+        "round": "cvt.rn.f16.f32",
+        "widen": "cvt.f32.f16 first, half",
+        "limit": ".satfinite",
+    },
+}
 _COLUMNS = {"triton": "tl.arange(0, x.shape[1])", "gluon": "tl.arange(0, x.shape[1], tl.SliceLayout(0, x.type.layout))"}
 _PACKING = '''
 @jit
 def both(k):
-    """k in both halves of a register, in bfloat16; the second is rounded so that their mean is nearest to k, lest all scores err alike."""
+    """k in both halves of a register, in {dtype}; the second is rounded so that their mean is nearest to k, lest all scores err alike."""
     return tl.inline_asm_elementwise(
         """
         {{
         .reg .b16 half;
         .reg .f32 first, second;
-        cvt.rn.bf16.f32 half, $1;
-        mov.b32 first, {{0, half}};
+        {round} half, $1;
+        {widen};
         sub.f32 second, $1, first;
         add.f32 second, second, $1;
-        cvt.rn.bf16x2.f32 $0, second, $1;
+        cvt.rn.{pair}.f32 $0, second, $1;
         }}
         """,
         "=r,f", [k], dtype=tl.int32, is_pure=True, pack=1,
@@ -230,19 +249,19 @@ def exact_columns(x):
 @jit
 def finish_packed(x, DTYPE: tl.constexpr):
     """s t + s of the packed s and t that `open_packed` left in two neighbours; exact columns are rounded."""
-    tl.static_assert(DTYPE == tl.bfloat16)
+    tl.static_assert(DTYPE == tl.{dtype})
     g = tl.inline_asm_elementwise(
         """
         {{
         .reg .b32 s, t;
         mov.b32 s, $1;
         mov.b32 t, $2;
-        fma.rn.bf16x2 $0, s, t, s;
+        fma.rn.{pair} $0, s, t, s;
         }}
         """,
-        "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        "=r,f,f", [x], dtype=tl.{dtype}, is_pure=True, pack=2,
     )
-    return tl.where(exact_columns(x), x.to(tl.bfloat16), g)
+    return tl.where(exact_columns(x), x.to(tl.{dtype}), g)
 '''.strip()
 
 
@@ -383,24 +402,31 @@ class _Writer:
         return [*lines, f"    return {', '.join(_output(x, texts) for x in folded.outputs)}"]
 
     def packed_function(self, number: int, expression: Expression) -> str | None:
-        """The f of `folded_functions` up to its last step, two scores at a time in bfloat16; None where the form is not made for that."""
-        folded = fold(spelled(self._graph(expression, 1), self._precision))
+        """The f of `folded_functions` up to its last step, two scores at a time in 16 bits; None where the form is not made for that."""
+        words = _WORDS[self._precision]
+        whole_multiple = None if self._precision == "bfloat16" else ONE
+        folded = fold(spelled(expression.packed_value_for(self._precision), self._precision), (whole_multiple,))
         if not folded.gated:
             return None
-        constants = dict.fromkeys(x for step in folded.steps for x in step.operands if isinstance(x, Coefficient))
-        # $0, $1 are the results and $2, $3 the scores; an argument comes once for each of them.
-        names: dict[StepOperand, str] = {SCORE: "s"}
+        multiple = folded.steps[0].operands[1]
+        whole = isinstance(multiple, Coefficient)
+        gate = Ref(0) if whole else SCORE  # what tanh is multiplied with
+        constants = dict.fromkeys(x for step in folded.steps[whole:] for x in step.operands if isinstance(x, Coefficient))
+        # $0, $1 are the results and $2, $3 the scores, or multiples of them; an argument comes once for each of them.
+        names: dict[StepOperand, str] = {gate: "s"}
         names.update((x, f"${4 + 2 * i}") for i, x in enumerate(constants))
         fused = set(folded.fused.values())
-        *opening, last = (i for i in range(len(folded.steps)) if i not in fused)
+        *opening, last = (i for i in range(whole, len(folded.steps)) if i not in fused)
         tanh = opening[-1]
         assert folded.steps[tanh].operation == "tanh" and last in folded.fused, "`finish_packed` is the last step: s * tanh + s"
         names.update((Ref(i), f"t{place}") for place, i in enumerate(opening))
         temporaries = ", ".join(names[Ref(i)] for i in opening)
         lines = ["@jit", f"def opened_value_{number}(s, scale):", *_powers(folded.scalars)]
         lines += [f"    k{i} = both({_scalar(x)})" for i, x in enumerate(constants)]
+        if isinstance(multiple, Coefficient):
+            lines.append(f"    h = s * ({_scalar(multiple)})")
         lines += ["    x = tl.inline_asm_elementwise(", '        """', "        {", f"        .reg .b32 s, {temporaries};"]
-        lines.append("        cvt.rn.bf16x2.f32 s, $3, $2;")
+        lines.append(f"        cvt.rn{words['limit']}.{words['pair']}.f32 s, $3, $2;")
         for i in opening:
             step = folded.steps[i]
             if i in folded.fused:
@@ -409,9 +435,9 @@ class _Writer:
                 operation, operands = "fma.rn", (*product.operands, summand)
             else:
                 operation, operands = _PACKED[step.operation], step.operands
-            lines.append(f"        {operation}.bf16x2 {', '.join([names[Ref(i)], *(names[x] for x in operands)])};")
+            lines.append(f"        {operation}.{words['pair']} {', '.join([names[Ref(i)], *(names[x] for x in operands)])};")
         lines += ["        mov.b32 $0, s;", f"        mov.b32 $1, {names[Ref(tanh)]};"]
-        arguments = ", ".join(["s", *(f"k{i}" for i in range(len(constants)))])
+        arguments = ", ".join(["h" if whole else "s", *(f"k{i}" for i in range(len(constants)))])
         constraints = "=f,=f,f,f" + ",r,r" * len(constants)
         lines += [
             "        }",

@@ -93,6 +93,8 @@ class Coefficient:
 
 ZERO = Coefficient(0.0)
 ONE = Coefficient(1.0)
+TWO = Coefficient(2.0)
+HALF = Coefficient(0.5)
 SCALE = Coefficient(1.0, 1)
 WEIGHT = Coefficient(1.0, 0, 1)
 
@@ -162,27 +164,46 @@ class Folded:
 
     @cached_property
     def gated(self) -> bool:
-        """Whether it is s * tanh(u) + s, where u is s times a line in s * s with positive coefficients: gelu and its like.
+        """Whether it is h * tanh(u) + h, u = h * p(h * h): gelu and its like. h is the score, or the first step makes it, a multiple of the
+        score; the terms of p, a polynomial, do not cancel.
 
         Then u changes by no more than a multiple of what the relative errors of its steps are, and so does f.
         """
-        if [step.operation for step in self.steps] != ["mul", "mul", "add", "mul", "tanh", "mul", "add"]:
+        start = self.steps[0].operands if self.steps else ()
+        whole = len(start) == 2 and start[0] == SCORE and isinstance(start[1], Coefficient)
+        h, first = (Ref(0), 1) if whole else (SCORE, 0)
+        steps = self.steps[first:]
+        if len(steps) < 7 or len(steps) % 2 == 0 or steps[0] != Step("mul", (h, h)):
             return False
-        square, term, line, inner, tanh, product, total = (step.operands for step in self.steps)
-        slope, offset = term[-1], line[-1]
+        square, inner = Ref(first), Ref(first)
+        numbers: list[float] = []
+        for product, total in zip(steps[1:-4:2], steps[2:-4:2], strict=True):
+            # The first product is square's and a coefficient's, the others square's and the sum's before.
+            factor = product.operands[-1] if not numbers else inner
+            if product.operation != "mul" or total.operation != "add" or set(product.operands) != {square, factor}:
+                return False
+            coefficients = total.operands[-1:] if numbers else (factor, total.operands[-1])
+            if not all(isinstance(x, Coefficient) for x in coefficients):
+                return False
+            numbers += [x.number for x in coefficients if isinstance(x, Coefficient)]
+            inner = Ref(inner.index + 2)
+        last = inner.index
+        ends = [("mul", {h, inner}), ("tanh", {Ref(last + 1)}), ("mul", {h, Ref(last + 2)}), ("add", {h, Ref(last + 3)})]
         return (
-            square == (SCORE, SCORE)
-            and term == (Ref(0), slope)
-            and line == (Ref(1), offset)
-            and isinstance(slope, Coefficient)
-            and isinstance(offset, Coefficient)
-            and min(slope.number, offset.number) > 0.0
-            and set(inner) == {SCORE, Ref(2)}
-            and tanh == (Ref(3),)
-            and set(product) == {SCORE, Ref(4)}
-            and set(total) == {SCORE, Ref(5)}
-            and self.outputs == (Ref(6),)
+            [(step.operation, set(step.operands)) for step in steps[-4:]] == ends
+            and self.outputs == (Ref(last + 4),)
+            and _is_steady(numbers[::-1])
         )
+
+
+def _is_steady(coefficients: list[float]) -> bool:
+    """Whether h * (c0 + c1 h^2 + ...) errs by about what its terms do, relatively, wherever its tanh is not 1."""
+    for exponent in range(-100, 200):
+        h = 10.0 ** (exponent / 20)
+        terms = [c * h ** (2 * i) for i, c in enumerate(coefficients)]
+        if h * sum(terms) < 9.0 and sum(map(abs, terms)) > 1.5 * sum(terms):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -328,7 +349,11 @@ class _Folder(_Steps):
 
     def run(self, graph: Graph, multiples: tuple[Coefficient | None, ...]) -> Folded:
         raw = Scaled(SCORE, SCALE)
-        values: dict[int, Value] = {-1: self._choose(lambda: raw, lambda: Scaled(self._number(raw), ONE))}
+        ways = [lambda: raw, lambda: Scaled(self._number(raw), ONE)]
+        if ONE in multiples:
+            # f whole, s (t + 1) / 2 with t = tanh(s / 2), is h t + h of h = s / 2.
+            ways.append(lambda: Scaled(self._number(Scaled(SCORE, SCALE * HALF)), TWO))
+        values: dict[int, Value] = {-1: self._choose(*ways)}
 
         def find(operand: Operand) -> Value:
             return values[operand.index] if isinstance(operand, Ref) else operand

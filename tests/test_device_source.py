@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers import clean_env
 
 from gdpa.activations import Activation, activations
 from gdpa.errors import GdpaError
+from gdpa.lowering import Precision
 
 pytest.importorskip("triton")
 
@@ -68,18 +70,19 @@ def test_per_head_dispatch_shares_branches_between_equal_keys():
 
 
 def test_flavours_and_frontends_differ_in_what_they_use():
-    portable, half, fast = (generate(("tanh", "sigmoid"), precision=name) for name in ("float32", "float16", "bfloat16"))
+    portable, half, own_half, fast = (generate(("tanh", "sigmoid"), precision=name) for name in get_args(Precision))
     assert "asm" not in portable
-    assert "libdevice" not in portable + half + fast
-    assert "tanh.approx.f32" in fast
-    assert "tanh.approx" not in half, "it errs as much as float16 rounds"
+    assert "libdevice" not in portable + half + own_half + fast
+    assert "tanh.approx.f32" in fast and "tanh.approx.f32" in own_half
+    assert "ex2.approx" not in own_half
+    assert "tanh.approx" not in half, "it may err as much as float16 rounds"
     assert "ex2.approx" in half and "rcp.approx" in half
     gluon = generate(("tanh",), frontend="gluon")
     assert "@gluon.jit" in gluon
     assert "triton.jit" not in gluon
     with pytest.raises(GdpaError, match="frontend: expected one of triton, gluon, got 'cuda'"):
         device_functions(("tanh",), frontend="cuda")
-    with pytest.raises(GdpaError, match="precision: expected one of float32, float16, bfloat16, got 'float64'"):
+    with pytest.raises(GdpaError, match="precision: expected one of float32, float16, float16_sm90, bfloat16, got 'float64'"):
         device_functions(("tanh",), precision="float64")
 
 

@@ -27,7 +27,7 @@ from gdpa.lifting import lift
 
 SCALES = (0.088, 1.0, -0.7, 0.0, 3.0)
 WEIGHT = -1.75  # as in the script below
-PRECISIONS = ("float32", "float16", "bfloat16")
+PRECISIONS = ("float32", "float16", "float16_sm90", "bfloat16")
 
 # Between them, every rule of folding and every operation. The lists' own names may clash: they are told apart by a prefix.
 TRACED = {f"custom_{name}": fn for name, fn in CUSTOM.items()} | {
@@ -139,7 +139,8 @@ def interpreted(tmp_path_factory, keys):
     folder = tmp_path_factory.mktemp("folding")
     s = torch.cat([torch.linspace(-12, 12, 193), torch.linspace(-60, 60, 51), -torch.logspace(-6, 0, 6), torch.logspace(-6, 0, 6)])
     jobs = [(name, [key], 0, "bfloat16", scale) for name, key in keys.items() for scale in SCALES]
-    jobs += [(name, [key], 0, "float16", scale) for name, key in keys.items() for scale in SCALES[:3]]
+    halves = ("float16", "float16_sm90")
+    jobs += [(name, [key], 0, half, scale) for name, key in keys.items() for half in halves for scale in SCALES[:3]]
     rounding = Activation(lambda s: (s + 12582912.0) - 12582912.0).key
     jobs += [("rounding", [rounding], 0, "bfloat16", scale) for scale in SCALES]
     jobs += [("mixed", MIXED, head, precision, 0.3) for head in range(len(MIXED)) for precision in PRECISIONS]
@@ -170,7 +171,7 @@ def assert_as_accurate_as_float32(actual, function, x):
     assert torch.equal(actual.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float16_sm90"])
 @pytest.mark.parametrize(
     "fn",
     [
@@ -192,7 +193,11 @@ def test_what_is_small_stays_exact_beneath_a_logarithm_or_a_root(fn, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "scale"), [*(("bfloat16", scale) for scale in SCALES), *(("float16", scale) for scale in SCALES[:3])]
+    ("precision", "scale"),
+    [
+        *(("bfloat16", scale) for scale in SCALES),
+        *((half, scale) for half in ("float16", "float16_sm90") for scale in SCALES[:3]),
+    ],
 )
 @pytest.mark.parametrize("name", [*activations(), *TRACED])
 def test_results_times_factors_are_the_function_at_the_scaled_score(interpreted, keys, name, precision, scale):
@@ -209,7 +214,7 @@ def test_results_times_factors_are_the_function_at_the_scaled_score(interpreted,
         (weighted_d / WEIGHT, 1),
     ):
         assert_as_accurate_as_float32(actual, lambda x, output=output: graph.evaluate(x)[output], x)
-    if precision == "float16":
+    if precision != "bfloat16":
         assert factors.eq(1.0).all(), "float16 may not have the range for a result without its factor"
 
 
@@ -277,10 +282,24 @@ def test_instructions_of_the_value(name, count):
     assert folded(name).instructions == count
 
 
-@pytest.mark.parametrize(("multiples", "count"), [((WHOLE,), 10), ((WHOLE, WHOLE), 18), ((WHOLE, WEIGHTED), 18)])
-def test_instructions_of_gelu_in_float16(multiples, count):
-    pair = Activation("gelu").expression.pair_for("float16")
-    assert fold(spelled(pair.select(*range(len(multiples))), "float16"), multiples).instructions == count
+@pytest.mark.parametrize(
+    ("name", "precision", "multiples", "count"),
+    [
+        ("gelu", "float16", (WHOLE,), 10),
+        ("gelu", "float16", (WHOLE, WHOLE), 18),
+        ("gelu", "float16", (WHOLE, WEIGHTED), 18),
+        ("gelu", "float16_sm90", (WHOLE,), 10),
+        ("gelu", "float16_sm90", (WHOLE, WHOLE), 16),
+        ("gelu", "float16_sm90", (WHOLE, WEIGHTED), 17),
+        ("gelu_tanh", "float16_sm90", (WHOLE,), 6),
+        ("gelu_tanh", "float16_sm90", (WHOLE, WEIGHTED), 10),
+        ("silu", "float16_sm90", (WHOLE,), 3),
+        ("silu", "float16_sm90", (WHOLE, WEIGHTED), 6),
+    ],
+)
+def test_instructions_of_whole_results(name, precision, multiples, count):
+    pair = Activation(name).expression.pair_for(precision)
+    assert fold(spelled(pair.select(*range(len(multiples))), precision), multiples).instructions == count
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid", "hardswish", "exp", "identity"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import make_case
 
 from gdpa import numerics
 from gdpa.activations import Activation, activations
+from gdpa.graph import OPERATIONS
 from gdpa.spelling import spelled
 
 
-def budget_used(monkeypatch, precision, **options) -> float:
+def budget_used(monkeypatch, precision, tanh_error=0.0, **options) -> float:
     """Of the ideal fused computation whose activation is the device code's, the largest share of the budget that a result uses."""
     case = make_case(heads=4, kv_heads=2, head_dim=64, dtype=torch.float16, **options)
     right = numerics.truth(case.problem, case.inputs, case.d_out)
@@ -22,18 +25,26 @@ def budget_used(monkeypatch, precision, **options) -> float:
 
     with monkeypatch.context() as patched:
         patched.setattr(Activation, "value_and_derivative", approximate)
+        tanh = dataclasses.replace(OPERATIONS["tanh"], torch=lambda x: torch.tanh(x) * (1.0 - tanh_error))
+        patched.setitem(OPERATIONS, "tanh", tanh)
         results = numerics.yardstick(case.problem, case.inputs, case.d_out)
     verdicts = zip(numerics.Results._fields, results, right, ideal, strict=True)
     return max(numerics.verdict_on(name, x, exact, [best]).budget_used for name, x, exact, best in verdicts)
 
 
+# As anywhere, and with the tanh of sm_90.
+EACH = pytest.mark.parametrize("precision", ["float16", "float16_sm90"])
+
+
+@EACH
 @pytest.mark.parametrize("name", activations())
-def test_every_activation_is_well_inside_the_budget(monkeypatch, name):
+def test_every_activation_is_well_inside_the_budget(monkeypatch, name, precision):
     options = {"q_lengths": (70, 129), "k_lengths": (65, 140), "spread": 0.8, "activation": name}
-    assert budget_used(monkeypatch, "float16", **options) < 0.65
+    assert budget_used(monkeypatch, precision, **options) < 0.65
 
 
 # Few scores share the budget here. With the fit that serves bf16, made finer by a fifth power, the third was over it.
+@EACH
 @pytest.mark.parametrize(
     "options",
     [
@@ -51,8 +62,15 @@ def test_every_activation_is_well_inside_the_budget(monkeypatch, name):
     ],
     ids=["tiny", "two keys", "one key"],
 )
-def test_gelu_of_few_scores(monkeypatch, options):
-    assert budget_used(monkeypatch, "float16", **options) < 0.75
+def test_gelu_of_few_scores(monkeypatch, options, precision):
+    assert budget_used(monkeypatch, precision, **options) < 0.75
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid"])
+def test_a_tanh_that_errs_like_that_of_sm_90(monkeypatch, name):
+    """By up to 1.12e-5 of itself on an H200 (tests/gpu/test_gpu_numerics.py); here by as much everywhere, and to the same side."""
+    options = {"q_lengths": (70, 129), "k_lengths": (65, 140), "spread": 0.8, "activation": name}
+    assert budget_used(monkeypatch, "float16_sm90", 1.12e-5, **options) < 0.65
 
 
 def test_gelu_errs_less_than_rounding_does_of_a_single_score():
@@ -85,12 +103,13 @@ def test_gelu_tanh_alone_takes_one_exp2():
     assert names.count("exp2") == 1
 
 
+@EACH
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["values around 0", "values around 1"])
 @pytest.mark.parametrize("spread", [0.03, 0.1, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
-def test_sums_over_gelu_in_the_forward(name, spread, mean):
+def test_sums_over_gelu_in_the_forward(name, spread, mean, precision):
     """Every problem of eight rows judged as gdpa.numerics judges it: P of the device code, rounded, times values."""
-    graph = spelled(Activation(name).expression.value_for("float16"), "float16")
+    graph = spelled(Activation(name).expression.value_for(precision), precision)
     generator = torch.Generator().manual_seed(5)
     worst = 0.0
     for keys, count in ((1, 200), (2, 100), (9, 50), (24, 50), (128, 20), (512, 4)):

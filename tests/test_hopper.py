@@ -351,7 +351,9 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         ({"activation": "silu"}, False),
         ({"activation": "gelu", "head_dim": 64}, True),
         ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500)}, False),
-        ({"activation": "gelu", "dtype": torch.float16}, False),
+        ({"activation": "gelu", "dtype": torch.float16}, True),
+        ({"activation": "gelu_tanh", "dtype": torch.float16}, True),
+        ({"activation": "silu", "dtype": torch.float16}, False),
         ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
     ],
     ids=[
@@ -363,6 +365,8 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "narrow",
         "narrow, three consumers",
         "fp16",
+        "fp16, gelu_tanh",
+        "fp16, silu",
         "heads that differ",
     ],
 )
@@ -376,7 +380,7 @@ def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     )
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
-    functions = launch.device_functions(case.problem.activations, precision=precision_of(case.problem.dtype), frontend="gluon")
+    functions = launch.device_functions(case.problem.activations, precision=precision_of(case.problem.dtype, 90), frontend="gluon")
     assert constants["activate"] is (functions.open_packed if packed else functions.scaled)
     assert constants["finish"] is (functions.finish_packed if packed else rounded)
 
@@ -421,7 +425,13 @@ class TestHowManyConsumersShareATile:
             ({"activation": "softplus", "q_lengths": (511, 512)}, 2),
             ({"activation": "softplus", "form": "dense", "q_lengths": (384, 384)}, 2),
             ({"head_dim": 128}, 2),
+            ({"dtype": torch.float16, "activation": "silu"}, 3),
+            ({"dtype": torch.float16, "activation": "gelu_tanh", "form": "dense", "q_lengths": (192, 192)}, 3),
+            # gelu, the base's, is a long one there, and of two consumers packed.
             ({"dtype": torch.float16}, 2),
+            ({"dtype": torch.float16, "k_lengths": (1025, 1025)}, 3),
+            ({"dtype": torch.float16, "k_lengths": (1024, 1025)}, 2),
+            ({"dtype": torch.float16, "k_lengths": (1025, 1025), "q_lengths": (511, 512)}, 2),
             ({"activation": torch.log}, 2),
             ({"activation": ["gelu", "relu"]}, 2),
         ],

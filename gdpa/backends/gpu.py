@@ -27,9 +27,11 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def precision_of(dtype: torch.dtype) -> Precision:
-    """How exact the activations' device code must be for tensors of this dtype."""
-    return {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(dtype, "float32")  # type: ignore[return-value]
+def precision_of(dtype: torch.dtype, architecture: int) -> Precision:
+    """How exact the activations' device code must be for tensors of this dtype; the architecture is 90 for sm_90."""
+    if dtype == torch.float16:
+        return "float16_sm90" if architecture == 90 else "float16"
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 @cache

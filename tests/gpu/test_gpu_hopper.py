@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import FORMS, Case, assert_neighbours_untouched, check, make_case, offsets_of, poison_sequence, run
 
 import gdpa
+from gdpa import numerics
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the hopper backend needs a Hopper GPU"
@@ -73,9 +76,9 @@ def test_every_form(form, head_dim):
 
 
 @pytest.mark.parametrize("one_loop", [False, True], ids=["apart", "one-loop"])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("form", FORMS)
-def test_three_consumers(form, activation, one_loop, monkeypatch):
+def test_three_consumers(form, activation, one_loop, dtype, monkeypatch):
     """Whatever the lengths, a tile's first step apart or in the loop; numbers of heads of their own, so that no other's launches are
     remembered. Dense sides have the first length."""
     from gdpa.backends.hopper import launch
@@ -84,7 +87,14 @@ def test_three_consumers(form, activation, one_loop, monkeypatch):
     monkeypatch.setattr(launch, "BLOCKS_FOR_TWO", ())
     monkeypatch.setattr(launch, "LEAST_INSTRUCTIONS_FOR_ONE_LOOP", 0)
     monkeypatch.setattr(launch, "KEYS_FOR_ONE_LOOP", dict.fromkeys((False, True), (0, 2**31 if one_loop else -1)))
-    options = {**BASE, "heads": 10 if one_loop else 6, "head_dim": 64, "activation": activation, "out_scale": "per-sequence"}
+    options = {
+        **BASE,
+        "heads": 10 if one_loop else 6,
+        "head_dim": 64,
+        "dtype": dtype,
+        "activation": activation,
+        "out_scale": "per-sequence",
+    }
     case = make_case(form, **options, q_lengths=(450, *Q_LENGTHS), k_lengths=(270, *K_LENGTHS))
     assert launch.consumers(case.problem) == 3
     assert launch.has_one_loop(case.problem) == one_loop
@@ -107,8 +117,11 @@ def test_sequences_of_a_few_blocks(form, rows, keys, activation):
     check(case, "hopper")
 
 
-def test_long_narrow_sequences():
-    check(make_case(**{**BASE, "head_dim": 64}, q_lengths=(2048, 1000, 1, 1100), k_lengths=(700, 0, 129, 2048)), "hopper")
+def test_long_narrow_sequences(dtype):
+    check(
+        make_case(**{**BASE, "head_dim": 64, "dtype": dtype}, q_lengths=(2048, 1000, 1, 1100), k_lengths=(700, 0, 129, 2048)),
+        "hopper",
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,6 +157,18 @@ def test_a_traced_copy_gives_what_the_built_in_gives():
     case = make_case(**BASE, **SHORT, activation="silu")
     copy = replace(case, keywords={**case.keywords, "activation": lambda s: s * torch.sigmoid(s)})
     assert torch.equal(run(case, "hopper").out, run(copy, "hopper").out)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0], ids=["values around 0", "values around 1"])
+@pytest.mark.parametrize("spread", [0.03, 0.1, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_the_output_for_scores_of_any_spread(activation, spread, mean, dtype, head_dim):
+    """With steps in 16 bits, for gelus, and the special-function unit's tanh, on values that cancel and on values that do not."""
+    options = {**BASE, "heads": 1, "kv_heads": 1, "dtype": dtype, "head_dim": head_dim, "activation": activation}
+    for seed, keys in enumerate((1, 16, 17, 33, 128, 300, 1000)):
+        case = make_case(**options, q_lengths=(64, 1), k_lengths=(keys, 1), scale=spread / head_dim**0.5, seed=seed)
+        case = case.with_inputs(v=case.inputs.v * (0.1 if mean else 1.0) + mean)
+        numerics.check(case.problem, case.inputs, None, numerics.Results(run_by_name(case)))
 
 
 @pytest.mark.parametrize("fn", [torch.log, torch.sqrt, torch.reciprocal], ids=["log", "sqrt", "1/x"])
@@ -231,7 +256,6 @@ def test_no_keys_at_all_and_no_queries_at_all():
 @pytest.mark.parametrize("form", FORMS)
 def test_other_data_at_other_addresses_and_at_the_same(form):
     """What was worked out for a call serves the next ones: its launch, and its descriptors by the address they point to."""
-    import triton
 
     from gdpa.backends.hopper import launch
 
@@ -277,3 +301,23 @@ class TestStrides:
         apart = {n: torch.randn(3, 110, x.shape[2], 128, device="cuda", dtype=x.dtype)[:, :100] for n, x in
                  ((n, getattr(case.inputs, n)) for n in "qkv")}  # fmt: skip
         check(case.with_inputs(**apart), "hopper")
+
+
+@triton.jit
+def tanh_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [tl.load(x_ptr + place)], dtype=tl.float32, is_pure=True, pack=1
+    )
+    tl.store(y_ptr + place, y)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_tanh_that_fp16_rests_on(sign):
+    """Of every float32 from 2^-10 to 16; below that tanh(x) is x, but for 3e-7 of it. 2^-11 is promised, which would not do for fp16."""
+    for exponent in range(-10, 4):
+        x = (torch.arange(2**23, dtype=torch.int32, device="cuda") | (exponent + 127) << 23).view(torch.float32) * sign
+        y = torch.empty_like(x)
+        tanh_kernel[(2**13,)](x, y, BLOCK=1024)
+        wanted = torch.tanh(x.double())
+        assert ((y.double() - wanted) / wanted).abs().max() < 1.12e-5

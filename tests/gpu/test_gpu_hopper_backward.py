@@ -152,7 +152,15 @@ LONG_LENGTHS = (1100, 0, 2047, 1, 1500, 129, 2600, 1024, 65, 1537)
 
 
 @has_long_steps
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "identity"])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        *((name, torch.bfloat16) for name in ("silu", "gelu", "relu", "identity")),
+        ("silu", torch.float16),
+        ("sigmoid", torch.float16),
+    ],
+    ids=["silu", "gelu", "relu", "identity", "silu-fp16", "sigmoid-fp16"],
+)
 @pytest.mark.parametrize(
     ("form", "queries", "keys"),
     [
@@ -165,9 +173,9 @@ LONG_LENGTHS = (1100, 0, 2047, 1, 1500, 129, 2600, 1024, 65, 1537)
         ("packed", LONG_LENGTHS, LONG_LENGTHS[::-1]),
     ],
 )
-def test_long_steps(form, queries, keys, activation):
+def test_long_steps(form, queries, keys, activation, dtype):
     options = {"out_scale": "per-sequence", "tail": (7, 130)} if form == "packed" else {}
-    case = make_case(form, **LONG, q_lengths=queries, k_lengths=keys, activation=activation, **options)
+    case = make_case(form, **{**LONG, "dtype": dtype}, q_lengths=queries, k_lengths=keys, activation=activation, **options)
     assert plan_backward.step_rows(case.problem, True) == 128
     check(case, "hopper")
 

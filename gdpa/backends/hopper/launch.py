@@ -32,7 +32,7 @@ from gdpa.backends.gpu import (
 )
 from gdpa.backends.hopper.compat import DIVIDES
 from gdpa.backends.hopper.forward import BOTH, NO_WINDOW, RIGHT, UNBOUNDED, forward_kernel, rounded
-from gdpa.device_source import FEWEST_PACKED_ROWS
+from gdpa.device_source import FEWEST_PACKED_ROWS, DeviceFunctions
 from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
@@ -41,7 +41,7 @@ CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
 BLOCK_N = 128  # keys of a block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 warps share the registers
-# Three consumers, at D = 64 in bf16, are mostly the faster where they fill their tiles of 192 rows. Of the floor on an H200, two -> three,
+# Three consumers, at D = 64, are mostly the faster where they fill their tiles of 192 rows. Of the floor on an H200, two -> three,
 # SiLU and gelu_tanh: 192 rows 0.648 -> 0.822 and 0.578 -> 0.743, 256 rows 0.748 -> 0.724 and 0.692 -> 0.648, 320 rows 0.511 -> 0.665 and
 # 0.407 -> 0.495, 384 rows 0.597 -> 0.691 and 0.527 -> 0.607, 512 rows 0.625 -> 0.635 and 0.536 -> 0.555, 768 rows 0.652 -> 0.772 and
 # 0.573 -> 0.660; packed lengths to 200 0.646 -> 0.721 and 0.525 -> 0.590, to 512 0.468 -> 0.490 and 0.396 -> 0.420, to 1024
@@ -53,6 +53,11 @@ LEAST_AVERAGE_FOR_THREE = 96  # of packed sequences
 # code than gelu's, three copies of it, warps are likely to wait for instructions where tiles are short.
 MOST_INSTRUCTIONS_FOR_THREE = 11
 ROWS_FOR_THREE = 512
+# gelu in fp16 is such a one. Of two consumers it is packed, and faster so where keys are few: two -> three, 256 keys for 1024 rows
+# 0.404 -> 0.296, 1024 rows 0.452 -> 0.441, but 2048 rows 0.462 -> 0.508, lengths to 512 0.316 -> 0.315. The others in fp16 are as in bf16:
+# SiLU 1024 rows 0.669 -> 0.694, 2048 rows 0.728 -> 0.792, 256 keys for 1024 rows 0.559 -> 0.579, lengths to 512 0.471 -> 0.481; gelu_tanh,
+# packed of two, 0.559 -> 0.554, 0.576 -> 0.621, 0.518 -> 0.530, 0.390 -> 0.399.
+KEYS_FOR_THREE_NOT_PACKED = 1025
 # Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, half or a third of the time: the
 # kernel has 71 KB with gelu, most of it steps, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one
 # loop for all steps it has 52. Of the floor, apart -> in one, gelu_tanh: 192 rows 0.567 -> 0.743, 256 rows 0.568 -> 0.648, 320 rows
@@ -181,39 +186,47 @@ def start(recipe: Recipe, programs: int, tensors: tuple[Tensor, ...], arguments:
 
 
 def consumers(problem: Problem) -> int:
-    """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation in bf16, unmasked.
+    """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation, unmasked.
 
-    Of two consumers gelu's scores may be packed in bf16, of three they are not. Where results must be the same every time, a sequence's do
-    not depend on the lengths of others either (but for calls of fewer than FEWEST_PACKED_ROWS), so there are always two."""
-    fits = problem.head_dim == 64 and problem.dtype == torch.bfloat16 and len(set(problem.activations)) == 1
+    Of two consumers gelu's scores may be packed in 16 bits, of three they are not. Where results must be the same every time, a sequence's
+    do not depend on the lengths of others either (but for calls of fewer than FEWEST_PACKED_ROWS), so there are always two."""
+    fits = problem.head_dim == 64 and len(set(problem.activations)) == 1
     if not fits or needs_mask(problem) or problem.masked or problem.deterministic:
         return 2
     packed = problem.query_side == "packed"
     rows = problem.query_rows // max(problem.batch, 1) if packed else problem.query_rows
-    length = instructions(problem.activations[0])
+    length = instructions(problem.activations[0], problem.dtype)
     if length is None or length > MOST_INSTRUCTIONS_FOR_THREE:
-        return 3 if rows >= ROWS_FOR_THREE else 2
+        few = _functions(problem).open_packed is not None and _keys(problem) < KEYS_FOR_THREE_NOT_PACKED
+        return 3 if rows >= ROWS_FOR_THREE and not few else 2
     many = rows >= LEAST_AVERAGE_FOR_THREE if packed else -(-rows // CONSUMER_ROWS) not in BLOCKS_FOR_TWO
     return 3 if many else 2
 
 
 def has_one_loop(problem: Problem) -> bool:
     """Whether a tile's first step is one of its loop's."""
-    length = instructions(problem.activations[0]) if consumers(problem) == 3 else None
+    length = instructions(problem.activations[0], problem.dtype) if consumers(problem) == 3 else None
     if length is None:
         return False
-    packed = problem.key_side == "packed"
-    least, most = KEYS_FOR_ONE_LOOP[packed]
-    keys = problem.key_rows // max(problem.batch, 1) if packed else problem.key_rows
-    return LEAST_INSTRUCTIONS_FOR_ONE_LOOP <= length <= MOST_INSTRUCTIONS_FOR_THREE and least <= keys <= most
+    least, most = KEYS_FOR_ONE_LOOP[problem.key_side == "packed"]
+    return LEAST_INSTRUCTIONS_FOR_ONE_LOOP <= length <= MOST_INSTRUCTIONS_FOR_THREE and least <= _keys(problem) <= most
+
+
+def _keys(problem: Problem) -> int:
+    """Of a sequence, packed ones on average."""
+    return problem.key_rows // max(problem.batch, 1) if problem.key_side == "packed" else problem.key_rows
+
+
+def _functions(problem: Problem) -> DeviceFunctions:
+    return device_functions(problem.activations, precision=precision_of(problem.dtype, 90), frontend="gluon")
 
 
 @lru_cache(maxsize=1024)
-def instructions(activation: str) -> int | None:
-    """Of f and f' together in bfloat16, for a score; None where they are not known, or masked at a sequence's end."""
+def instructions(activation: str, dtype: torch.dtype) -> int | None:
+    """Of f and f' together, for a score; None where they are not known, or masked at a sequence's end."""
     if not Activation.from_key(activation).tail_safe:
         return None
-    return device_functions((activation,), precision="bfloat16", frontend="gluon").weighted_instructions
+    return device_functions((activation,), precision=precision_of(dtype, 90), frontend="gluon").weighted_instructions
 
 
 def same_offsets(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
@@ -351,7 +364,7 @@ def _constants(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None, same: bool = False
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
-    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
+    functions = _functions(problem)
     mask_tail = needs_mask(problem)
     count = consumers(problem)
     # A mask would part the pairs of packed scores. With three consumers and long sequences they are no faster; short ones were not timed.
@@ -411,8 +424,8 @@ def precompile(
 ) -> list[str]:
     """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
-    # Of each kind: two consumers, three and perhaps one loop, three.
-    sizes = [(rows, (-1, -1)) for rows in ((64, 192, ROWS_FOR_THREE) if head_dim == 64 else (256,))]
+    # Of each kind: two consumers, three and perhaps one loop, three, and three where many keys decide it.
+    sizes = [(rows, (-1, -1)) for rows in ((64, 192, ROWS_FOR_THREE, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,))]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
         built = set()
         for rows, window in [(256, (-1, 0)), (256, (1, 0))] if masked else sizes:

@@ -379,7 +379,7 @@ def _constants(
     """The kernel's compile-time arguments, in its order."""
     q, k, v, d_out = tensors
     dq, _, dk, dv = outputs
-    functions = device_functions(problem.activations, precision=precision_of(problem.dtype), frontend="gluon")
+    functions = device_functions(problem.activations, precision=precision_of(problem.dtype, 90), frontend="gluon")
     # Sums over the query heads of a key head share their factors, so activations that differ between heads leave none out.
     fold = len(problem.activations) == 1 or problem.group == 1
     return {

@@ -191,7 +191,7 @@ class Call:
     def activation(self) -> Any:
         """The device functions: on NVIDIA in approximate instructions that err less than the rounding of P and dS."""
         return device_functions(
-            self.problem.activations, precision=precision_of(self.problem.dtype) if self.arch >= 80 else "float32"
+            self.problem.activations, precision=precision_of(self.problem.dtype, self.arch) if self.arch >= 80 else "float32"
         )
 
 
