@@ -157,5 +157,6 @@ FAST_OF: dict[Precision, tuple[str, ...]] = {
     "float32": (),
     "float16": ("reciprocal", "exp2", "log2"),
     "float16_sm90": ("tanh", "reciprocal", "exp2", "log2"),
+    "float16_sm90_many": ("tanh", "reciprocal", "exp2", "log2"),
     "bfloat16": tuple(FAST),
 }

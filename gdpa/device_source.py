@@ -34,7 +34,7 @@ from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold
 from gdpa.graph import SCORE, Graph, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
-from gdpa.spelling import spelled
+from gdpa.spelling import WITH_TANH, spelled
 
 GENERATOR_VERSION = 20
 
@@ -168,7 +168,7 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
     else:
         dispatch += _UNFOLDED
-    counted = writer.weighted_instructions if precision in ("bfloat16", "float16_sm90") and len(distinct) == 1 else None
+    counted = writer.weighted_instructions if precision in WITH_TANH and len(distinct) == 1 else None
     functions += [f"LIFTED = {writer.lifted}", f"WEIGHTED_INSTRUCTIONS = {counted}"]
     title = f'"""Activations of gdpa as {frontend} device functions, {_NAMES[precision]}. Generated: edits are overwritten."""'
     body = "\n\n\n".join([title + "\n\n" + _PREAMBLES[frontend], *writer.helpers(), *functions, *dispatch])
@@ -184,6 +184,7 @@ _NAMES: dict[Precision, str] = {
     "float32": "in portable operations",
     "float16": "in approximate instructions of NVIDIA devices, for float16",
     "float16_sm90": "in approximate instructions of NVIDIA devices, for float16 on sm_90",
+    "float16_sm90_many": "in approximate instructions of NVIDIA devices, for float16 on sm_90 and sums over many keys",
     "bfloat16": "in approximate instructions of NVIDIA devices, for bfloat16",
 }
 
@@ -212,7 +213,7 @@ _WORDS: dict[Precision, dict[str, str]] = {
         "widen": "mov.b32 first, {0, half}",
         "limit": "",
     },
-    "float16_sm90": {
+    "float16_sm90_many": {
         "pair": "f16x2",
         "dtype": "float16",
         "round": "cvt.rn.f16.f32",
@@ -404,8 +405,8 @@ class _Writer:
     def packed_function(self, number: int, expression: Expression) -> str | None:
         """The f of `folded_functions` up to its last step, two scores at a time in 16 bits; None where the form is not made for that."""
         words = _WORDS[self._precision]
-        whole_multiple = None if self._precision == "bfloat16" else ONE
-        folded = fold(spelled(expression.packed_value_for(self._precision), self._precision), (whole_multiple,))
+        wanted = None if self._precision == "bfloat16" else ONE
+        folded = fold(spelled(self._graph(expression, 1), self._precision), (wanted,))
         if not folded.gated:
             return None
         multiple = folded.steps[0].operands[1]

@@ -44,10 +44,6 @@ class Expression:
         """The first output of `pair_for`, f; where it is wanted alone it may have another form."""
         return lower((self.shorter or self.joint).select(0), precision)
 
-    def packed_value_for(self, precision: Precision) -> Graph:
-        """f as it is computed for two scores at a time, where it is."""
-        return lower((self.shorter or self.joint).select(0), precision, packed=True)
-
     @cached_property
     def value_graph(self) -> Graph:
         """The torch-level graph of f alone."""

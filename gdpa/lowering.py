@@ -14,8 +14,9 @@ from typing import Literal
 from gdpa.graph import OPERATIONS, SCORE, Builder, Graph, Operand, Ref, pruned
 
 # What results are rounded to, which says how exact device code must be. sm_90 has its own float16, since its one-instruction tanh is exact
-# enough for it: it errs by 1.1e-5 of itself at most on an H200 (docs/numerics.md), where 2^-11 is all that is promised.
-Precision = Literal["float32", "float16", "float16_sm90", "bfloat16"]
+# enough for it: it errs by 1.1e-5 of itself at most on an H200 (docs/numerics.md), where 2^-11 is all that is promised. Sums over many keys
+# take a little more error than single scores do.
+Precision = Literal["float32", "float16", "float16_sm90", "float16_sm90_many", "bfloat16"]
 
 
 class Term:
@@ -148,26 +149,21 @@ def _gelu_by_tanh_backward(linear: float, cubic: float) -> Callable[[Term, Term]
     return rule
 
 
-# For an exact tanh: gelu is h + h tanh(u), h = x / 2 and u = h (c0 + a^2 (c2 + a (c3 + a c4))), a = |h| up to 2.6, where the tanh is 1 and
-# from where on the powers would turn the sign. It errs 5.5e-6 at most, from -2 on an 8,000th of itself. f' is (1 + tanh(u)) / 2 +
-# h (1 - tanh(u)^2) v, where v, u's slope but for what f errs, has the same powers: it errs 2.1e-5. With one less it would err 8e-5, and
-# problems of a single key were over the error budget.
-_LARGEST_HALF = 2.6
-_INSIDE_TANH = (1.595768732, 0.2867799448, 0.015290387376, -0.017814597248)
-_SLOPE_INSIDE_TANH = (0.797865573, 0.429710472, 0.0318288743, -0.0452720768)
+# For an exact tanh: gelu is h + h tanh(u), h = x / 2, u of odd powers of h, whose coefficients these are. The first is exact: it decides
+# sums over many small scores. The value errs 5e-5 at most. The seventh power is there for scores beyond 11, where the fifth would turn the
+# sign. f' is (1 + tanh(u)) / 2 + h (1 - tanh(u)^2) v, where v, u's slope but for what f errs, has even powers of h: it errs 9.2e-5.
+# Problems of a single key were up to 1.3 times over the error budget so, those of 64 and more keys at 0.64 of it.
+_ODD_INSIDE_TANH = (1.5957691216, 0.294062155, -0.0104579435, 0.0001536)
+_SLOPE_INSIDE_TANH = (0.797511988, 0.44361636, -0.0276732731)
 
 
 def _gelu_by_finer_tanh_parts(x: Term) -> tuple[Term, Term, Term]:
-    """a, tanh(u) and f."""
+    """(x / 2)^2, tanh(u) and f."""
     half = x * 0.5
-    magnitude = half.abs().minimum(_LARGEST_HALF)
-    tanh = (half * _without_linear(magnitude, _INSIDE_TANH)).tanh()
-    return magnitude, tanh, half * tanh + half
-
-
-def _without_linear(a: Term, coefficients: tuple[float, float, float, float]) -> Term:
-    c0, c2, c3, c4 = coefficients
-    return ((a * c4 + c3) * a + c2) * (a * a) + c0
+    square = half * half
+    c0, c1, c2, c3 = _ODD_INSIDE_TANH
+    tanh = (half * (((square * c3 + c2) * square + c1) * square + c0)).tanh()
+    return square, tanh, half * tanh + half
 
 
 def _gelu_by_finer_tanh(x: Term) -> Term:
@@ -175,20 +171,9 @@ def _gelu_by_finer_tanh(x: Term) -> Term:
 
 
 def _gelu_by_finer_tanh_backward(grad: Term, x: Term) -> Term:
-    magnitude, tanh, y = _gelu_by_finer_tanh_parts(x)
-    return grad * ((y - y * tanh) * _without_linear(magnitude, _SLOPE_INSIDE_TANH) + (tanh * 0.5 + 0.5))
-
-
-# As short as two scores at a time want it, with odd powers of h alone. The first coefficient is exact: it decides sums over many small
-# scores. f errs 5e-5 at most, which few scores alone would not take. The seventh power keeps the sign beyond 11.
-_ODD_INSIDE_TANH = (1.5957691216, 0.294062155, -0.0104579435, 0.0001536)
-
-
-def _gelu_by_short_tanh(x: Term) -> Term:
-    half = x * 0.5
-    square = half * half
-    c0, c1, c2, c3 = _ODD_INSIDE_TANH
-    return half * (half * (((square * c3 + c2) * square + c1) * square + c0)).tanh() + half
+    square, tanh, y = _gelu_by_finer_tanh_parts(x)
+    c0, c1, c2 = _SLOPE_INSIDE_TANH
+    return grad * ((y - y * tanh) * ((square * c2 + c1) * square + c0) + (tanh * 0.5 + 0.5))
 
 
 # The logarithm to 2 of the normal distribution's tail, 1 - cdf(|x|), in powers of |x / 2|. Fitted to err little beside f where f is small,
@@ -328,39 +313,24 @@ _GELU_TANH: dict[str, Callable[..., Term]] = {
     "gelu_tanh_backward": _gelu_by_tanh_backward(_SQRT_2_OVER_PI, _SQRT_2_OVER_PI * _CUBIC),
 }
 _FITTED = (0.80015707, 0.0347008929)
+_GELU_BY_EXP2: dict[str, Callable[..., Term]] = {"gelu": _gelu_by_exp2, "gelu_backward": _gelu_by_exp2_backward}
 _OWN_RULES: dict[Precision, dict[str, Callable[..., Term]]] = {
     "float32": {},
-    "float16": _GELU_TANH | {"gelu": _gelu_by_exp2, "gelu_backward": _gelu_by_exp2_backward},
-    "float16_sm90": _GELU_TANH | {"gelu": _gelu_by_finer_tanh, "gelu_backward": _gelu_by_finer_tanh_backward},
+    "float16": _GELU_TANH | _GELU_BY_EXP2,
+    "float16_sm90": _GELU_TANH | _GELU_BY_EXP2,
+    "float16_sm90_many": _GELU_TANH | {"gelu": _gelu_by_finer_tanh, "gelu_backward": _gelu_by_finer_tanh_backward},
     "bfloat16": _GELU_TANH | {"gelu": _gelu_by_tanh(*_FITTED), "gelu_backward": _gelu_by_tanh_backward(*_FITTED)},
 }
 # Of f alone. With f', which takes gelu_tanh's tanh, that is the cheaper; without, one exp2 is, where a tanh takes a reciprocal as well.
-# sm_90 has it for gelu, ten instructions where the tanh takes nine: of the floor on an H200, 1024 rows at D = 128 had 0.737 so, and with
-# the eight of the short tanh 0.706.
-_RULES_ALONE: dict[Precision, dict[str, Callable[..., Term]]] = {
-    "float32": {},
-    "float16": {"gelu_tanh": _gelu_tanh_by_exp2},
-    "float16_sm90": {"gelu": _gelu_by_exp2},
-    "bfloat16": {},
-}
-# Of f alone, two scores at a time.
-_RULES_PACKED: dict[Precision, dict[str, Callable[..., Term]]] = {
-    "float32": {},
-    "float16": {},
-    "float16_sm90": {"gelu": _gelu_by_short_tanh},
-    "bfloat16": {},
-}
+_RULES_ALONE: dict[Precision, dict[str, Callable[..., Term]]] = {"float16": {"gelu_tanh": _gelu_tanh_by_exp2}}
 
 
 @lru_cache(maxsize=256)
-def lower(graph: Graph, precision: Precision = "float32", packed: bool = False) -> Graph:
-    """`graph` in primitive operations alone, equal subexpressions computed once; for results of a lower precision in fewer of them, and
-    perhaps in others where they are `packed`, two to an instruction."""
+def lower(graph: Graph, precision: Precision = "float32") -> Graph:
+    """`graph` in primitive operations alone, equal subexpressions computed once; for results of a lower precision in fewer of them."""
     rules = _RULES | _OWN_RULES[precision]
-    if packed:
-        rules |= _RULES_PACKED[precision]
-    elif not any(name.endswith("_backward") for name, _ in graph.statements):
-        rules |= _RULES_ALONE[precision]
+    if not any(name.endswith("_backward") for name, _ in graph.statements):
+        rules |= _RULES_ALONE.get(precision, {})
     builder = Builder()
     results: dict[int, Operand] = {-1: SCORE}
 

@@ -15,7 +15,7 @@ from gdpa.lowering import Precision, Term
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 # Those whose tanh is one instruction.
-_WITH_TANH = ("bfloat16", "float16_sm90")
+WITH_TANH = ("bfloat16", "float16_sm90", "float16_sm90_many")
 
 
 def spelled(graph: Graph, precision: Precision) -> Graph:
@@ -26,7 +26,7 @@ def spelled(graph: Graph, precision: Precision) -> Graph:
     for i, (name, operands) in enumerate(graph.statements):
         arguments = [results[x.index] if isinstance(x, Ref) else x for x in operands]
         rule = rules.get(name)
-        if precision in _WITH_TANH and name == "sigmoid" and _centred(graph, operands[0]) and _in_sums_alone(graph, i):
+        if precision in WITH_TANH and name == "sigmoid" and _centred(graph, operands[0]) and _in_sums_alone(graph, i):
             rule = _centred_sigmoid
         if name in ("log1p", "expm1") and not _in_sums_alone(graph, i):
             rule = None
@@ -102,6 +102,7 @@ _OWN_SPELLINGS: dict[Precision, dict[str, Callable[..., Term]]] = {
     "float32": {},
     "bfloat16": _FAST_SPELLINGS,
     "float16_sm90": _FAST_SPELLINGS,
+    "float16_sm90_many": _FAST_SPELLINGS,
     # The one-instruction tanh may err as much as float16's rounding. This one is exact to 1e-7.
     "float16": _FAST_SPELLINGS | {"tanh": lambda x: ((x * (-2.0 * _LOG2_E)).exp2() + 1.0).reciprocal() * 2.0 - 1.0},
 }

@@ -70,7 +70,7 @@ def test_per_head_dispatch_shares_branches_between_equal_keys():
 
 
 def test_flavours_and_frontends_differ_in_what_they_use():
-    portable, half, own_half, fast = (generate(("tanh", "sigmoid"), precision=name) for name in get_args(Precision))
+    portable, half, own_half, _, fast = (generate(("tanh", "sigmoid"), precision=name) for name in get_args(Precision))
     assert "asm" not in portable
     assert "libdevice" not in portable + half + own_half + fast
     assert "tanh.approx.f32" in fast and "tanh.approx.f32" in own_half
@@ -82,7 +82,9 @@ def test_flavours_and_frontends_differ_in_what_they_use():
     assert "triton.jit" not in gluon
     with pytest.raises(GdpaError, match="frontend: expected one of triton, gluon, got 'cuda'"):
         device_functions(("tanh",), frontend="cuda")
-    with pytest.raises(GdpaError, match="precision: expected one of float32, float16, float16_sm90, bfloat16, got 'float64'"):
+    with pytest.raises(
+        GdpaError, match="precision: expected one of float32, float16, float16_sm90, float16_sm90_many, bfloat16, got 'float64'"
+    ):
         device_functions(("tanh",), precision="float64")
 
 

@@ -352,6 +352,7 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         ({"activation": "gelu", "head_dim": 64}, True),
         ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500)}, False),
         ({"activation": "gelu", "dtype": torch.float16}, True),
+        ({"activation": "gelu", "dtype": torch.float16, "k_lengths": (5, 122)}, False),
         ({"activation": "gelu_tanh", "dtype": torch.float16}, True),
         ({"activation": "silu", "dtype": torch.float16}, False),
         ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
@@ -365,13 +366,13 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "narrow",
         "narrow, three consumers",
         "fp16",
+        "fp16, few keys",
         "fp16, gelu_tanh",
         "fp16, silu",
         "heads that differ",
     ],
 )
 def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
-    from gdpa.backends.gpu import precision_of
     from gdpa.backends.hopper import launch
     from gdpa.backends.hopper.forward import rounded
 
@@ -380,7 +381,7 @@ def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     )
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
-    functions = launch.device_functions(case.problem.activations, precision=precision_of(case.problem.dtype, 90), frontend="gluon")
+    functions = launch.functions_for(case.problem)
     assert constants["activate"] is (functions.open_packed if packed else functions.scaled)
     assert constants["finish"] is (functions.finish_packed if packed else rounded)
 

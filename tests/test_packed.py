@@ -13,7 +13,7 @@ from gdpa.device_source import EXACT_COLUMNS, FEWEST_PACKED_ROWS, generate
 
 D = 64
 SCALE = D**-0.5
-DTYPES = {"bfloat16": torch.bfloat16, "float16_sm90": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16_sm90_many": torch.float16}
 EACH = pytest.mark.parametrize("precision", DTYPES)
 
 
@@ -90,7 +90,7 @@ def test_gelus_have_a_packed_form(precision):
 def test_a_multiple_of_gelu_is_packed_where_its_factor_is_left_out():
     halved = Activation(lambda s: torch.nn.functional.gelu(s) / 64)
     assert Packed(halved.key, "bfloat16").texts == Packed("gelu", "bfloat16").texts
-    assert Packed(halved.key, "float16_sm90").texts is None
+    assert Packed(halved.key, "float16_sm90_many").texts is None
 
 
 @EACH
@@ -113,6 +113,7 @@ def test_there_is_none_for_heads_that_differ_nor_for_finer_dtypes():
     assert "open_packed" in generate(("gelu", "gelu"), precision="bfloat16", frontend="gluon")
     assert "open_packed" not in generate(("gelu", "gelu_tanh"), precision="bfloat16", frontend="gluon")
     assert "open_packed" not in generate(("gelu",)), "fp32 rounds finer than these steps"
+    assert "open_packed" not in generate(("gelu",), precision="float16_sm90"), "nor has it few keys to spare"
     assert "open_packed" not in generate(("gelu",), precision="float16"), "elsewhere tanh takes two instructions"
 
 

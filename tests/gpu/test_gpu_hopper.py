@@ -314,10 +314,11 @@ def tanh_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_tanh_that_fp16_rests_on(sign):
-    """Of every float32 from 2^-10 to 16; below that tanh(x) is x, but for 3e-7 of it. 2^-11 is promised, which would not do for fp16."""
-    for exponent in range(-10, 4):
+    """Of every float32 from 2^-10 to 64; below that tanh(x) is x, but for 3e-7 of it. 2^-11 of itself is all that is promised."""
+    for exponent in range(-10, 6):
         x = (torch.arange(2**23, dtype=torch.int32, device="cuda") | (exponent + 127) << 23).view(torch.float32) * sign
         y = torch.empty_like(x)
         tanh_kernel[(2**13,)](x, y, BLOCK=1024)
         wanted = torch.tanh(x.double())
-        assert ((y.double() - wanted) / wanted).abs().max() < 1.12e-5
+        error = 1.12e-5 if exponent < 1 else 2.8e-6 if exponent < 3 else 2.5e-7 if exponent < 4 else 1e-12
+        assert ((y.double() - wanted) / wanted).abs().max() < error

@@ -34,6 +34,7 @@ from gdpa.backends.hopper.compat import DIVIDES
 from gdpa.backends.hopper.forward import BOTH, NO_WINDOW, RIGHT, UNBOUNDED, forward_kernel, rounded
 from gdpa.device_source import FEWEST_PACKED_ROWS, DeviceFunctions
 from gdpa.launching import Recipe
+from gdpa.lowering import Precision
 from gdpa.problem import Problem, describe
 from gdpa.tracing import device_functions
 
@@ -67,6 +68,9 @@ KEYS_FOR_THREE_NOT_PACKED = 1025
 # and hardswish, with 8 and 11 instructions, were not timed.
 LEAST_INSTRUCTIONS_FOR_ONE_LOOP = 8
 KEYS_FOR_ONE_LOOP = {False: (129, 384), True: (64, 255)}  # dense, and packed on average
+
+# Of a sequence, packed ones on average, so that few of gelu's scores have the error budget to themselves (gdpa/lowering.py).
+MANY_KEYS = 64
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -195,9 +199,9 @@ def consumers(problem: Problem) -> int:
         return 2
     packed = problem.query_side == "packed"
     rows = problem.query_rows // max(problem.batch, 1) if packed else problem.query_rows
-    length = instructions(problem.activations[0], problem.dtype)
+    length = instructions(problem.activations[0], precision_for(problem))
     if length is None or length > MOST_INSTRUCTIONS_FOR_THREE:
-        few = _functions(problem).open_packed is not None and _keys(problem) < KEYS_FOR_THREE_NOT_PACKED
+        few = functions_for(problem).open_packed is not None and _keys(problem) < KEYS_FOR_THREE_NOT_PACKED
         return 3 if rows >= ROWS_FOR_THREE and not few else 2
     many = rows >= LEAST_AVERAGE_FOR_THREE if packed else -(-rows // CONSUMER_ROWS) not in BLOCKS_FOR_TWO
     return 3 if many else 2
@@ -205,7 +209,7 @@ def consumers(problem: Problem) -> int:
 
 def has_one_loop(problem: Problem) -> bool:
     """Whether a tile's first step is one of its loop's."""
-    length = instructions(problem.activations[0], problem.dtype) if consumers(problem) == 3 else None
+    length = instructions(problem.activations[0], precision_for(problem)) if consumers(problem) == 3 else None
     if length is None:
         return False
     least, most = KEYS_FOR_ONE_LOOP[problem.key_side == "packed"]
@@ -217,16 +221,23 @@ def _keys(problem: Problem) -> int:
     return problem.key_rows // max(problem.batch, 1) if problem.key_side == "packed" else problem.key_rows
 
 
-def _functions(problem: Problem) -> DeviceFunctions:
-    return device_functions(problem.activations, precision=precision_of(problem.dtype, 90), frontend="gluon")
+def precision_for(problem: Problem) -> Precision:
+    """How exact the activations' device code must be. Where results must be the same every time, a sequence's do not depend on how many
+    keys others have."""
+    many = problem.dtype == torch.float16 and _keys(problem) >= MANY_KEYS and not problem.deterministic
+    return "float16_sm90_many" if many else precision_of(problem.dtype, 90)
+
+
+def functions_for(problem: Problem) -> DeviceFunctions:
+    return device_functions(problem.activations, precision=precision_for(problem), frontend="gluon")
 
 
 @lru_cache(maxsize=1024)
-def instructions(activation: str, dtype: torch.dtype) -> int | None:
+def instructions(activation: str, precision: Precision) -> int | None:
     """Of f and f' together, for a score; None where they are not known, or masked at a sequence's end."""
     if not Activation.from_key(activation).tail_safe:
         return None
-    return device_functions((activation,), precision=precision_of(dtype, 90), frontend="gluon").weighted_instructions
+    return device_functions((activation,), precision=precision, frontend="gluon").weighted_instructions
 
 
 def same_offsets(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
@@ -306,7 +317,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
     """What a compiled kernel depends on; the output is contiguous."""
     return (
         q.device,
-        q.dtype,
+        precision_for(problem),
         problem.activations,
         problem.query_side,
         problem.key_side,
@@ -364,7 +375,7 @@ def _constants(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_scale: Tensor | None, same: bool = False
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
-    functions = _functions(problem)
+    functions = functions_for(problem)
     mask_tail = needs_mask(problem)
     count = consumers(problem)
     # A mask would part the pairs of packed scores. With three consumers and long sequences they are no faster; short ones were not timed.
@@ -424,8 +435,9 @@ def precompile(
 ) -> list[str]:
     """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
-    # Of each kind: two consumers, three and perhaps one loop, three, and three where many keys decide it.
-    sizes = [(rows, (-1, -1)) for rows in ((64, 192, ROWS_FOR_THREE, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,))]
+    # Of each kind: few keys; two consumers, three and perhaps one loop, three, and three where many keys decide it.
+    lengths = (64, 192, ROWS_FOR_THREE, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,)
+    sizes = [(rows, (-1, -1)) for rows in (*lengths, MANY_KEYS - 1)]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
         built = set()
         for rows, window in [(256, (-1, 0)), (256, (1, 0))] if masked else sizes:

@@ -16,13 +16,23 @@ from gdpa.backends.gpu import (
     multiprocessors,
     on_device,
     plain_scales,
-    precision_of,
     ragged_geometry,
     target_architecture,
 )
 from gdpa.backends.hopper import partial
 from gdpa.backends.hopper.backward import backward_kernel
-from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, needs_mask, readable, same_offsets, start
+from gdpa.backends.hopper.launch import (
+    MANY_KEYS,
+    OPTIONS,
+    descriptor,
+    functions_for,
+    in_place,
+    needs_mask,
+    precision_for,
+    readable,
+    same_offsets,
+    start,
+)
 from gdpa.backends.hopper.plan_backward import (
     PART,
     RELAY,
@@ -39,7 +49,6 @@ from gdpa.backends.hopper.plan_backward import (
 )
 from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
-from gdpa.tracing import device_functions
 
 # Programs whose tiles may wait for one another where results must not depend on the device: every Hopper GPU has 114 multiprocessors
 # or more. Elsewhere all of the device's do.
@@ -282,7 +291,7 @@ def _recipe_key(
     q, k = tensors[:2]
     return (
         q.device,
-        q.dtype,
+        precision_for(problem),
         problem.activations,
         problem.query_side,
         problem.key_side,
@@ -379,7 +388,7 @@ def _constants(
     """The kernel's compile-time arguments, in its order."""
     q, k, v, d_out = tensors
     dq, _, dk, dv = outputs
-    functions = device_functions(problem.activations, precision=precision_of(problem.dtype, 90), frontend="gluon")
+    functions = functions_for(problem)
     # Sums over the query heads of a key head share their factors, so activations that differ between heads leave none out.
     fold = len(problem.activations) == 1 or problem.group == 1
     return {
@@ -460,11 +469,15 @@ def precompile(
             built = list(schedule_kernels.compiled(2 * TILE))
         lines.append(f"sm_90 tile lists of {2 * TILE} rows, {len(built)} kernels, causal")
     for form in forms:
-        # An even and an odd number of tiles, up to four and more; steps for many queries and for few.
-        for rows in (128, 256, 384, 1024, 1152) if masked else (128, 256, 512, 1024):
+        kernels = set()
+        # An even and an odd number of tiles, up to four and more; steps for many queries and for few; few keys.
+        for rows in (128, 256, 384, 1024, 1152) if masked else (128, 256, 512, 1024, MANY_KEYS - 1):
             both = head_dim == 64 and rows > TILE and form in ("dense", "dense-keys") and not masked
             for queries in (rows, TILE) if both else (rows,):
                 kernel = compile_backward(activations, head_dim, dtype, group, form, kv_heads, rows, window=window, queries=queries)
+                if rows < MANY_KEYS and kernel.hash in kernels:
+                    continue
+                kernels.add(kernel.hash)
                 lines.append(
                     f"sm_90 {form:14} {'hopper backward_kernel':28} {queries}x{rows}, tiles of {TILE} keys, 12 warps, "
                     f"{kernel.metadata.shared // 1024} KB shared{', causal' if masked else ''}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdpa.backends.hopper import relay
 from gdpa.backends.hopper.compat import LONG_STEPS
-from gdpa.backends.hopper.launch import instructions, same_offsets
+from gdpa.backends.hopper.launch import instructions, precision_for, same_offsets
 from gdpa.problem import Problem
 
 TILE = 128  # keys of a tile, as the kernel has them
@@ -125,7 +125,7 @@ MOST_INSTRUCTIONS = 9
 # Up to so many, the first step is in order too (is_in_order): with fewer instructions than silu's there are else up to 100 spill
 # instructions in every step, and short sequences gain only so. gelu_tanh has no room for it: 1024 0.540 -> 0.434, 2048 0.571 -> 0.491.
 MOST_IN_ORDER = 8
-MOST_TIMED = 17  # gelu's in fp16, in order at D = 128
+MOST_TIMED = 17  # in order at D = 128
 # Queries of a sequence, dense ones and packed ones on average, from which on a longer step pays: in order, and not.
 LEAST_QUERIES = {True: (MOST_PAIRED_QUERIES + 1, 240), False: (512, 960)}
 
@@ -165,5 +165,5 @@ def _instructions(problem: Problem) -> int | None:
     two above were timed with."""
     if problem.group != 1 or problem.deterministic:
         return None
-    count = instructions(problem.activations[0], problem.dtype) if len(problem.activations) == 1 else None
+    count = instructions(problem.activations[0], precision_for(problem)) if len(problem.activations) == 1 else None
     return None if count is None or count > MOST_TIMED else count
