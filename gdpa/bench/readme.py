@@ -18,7 +18,15 @@ from gdpa.bench.tables import duration, rate, size
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
 GPU_FILES = ("h200-forward.json", "h200-backward.json")
-PAGE_FILES = (*GPU_FILES, "h200-causal.json", "h200-forward-64.json", "h200-backward-64.json")  # docs/results.md has room for more
+# docs/results.md has room for more.
+PAGE_FILES = (
+    *GPU_FILES,
+    "h200-causal.json",
+    "h200-forward-64.json",
+    "h200-backward-64.json",
+    "h200-fp16-128.json",
+    "h200-fp16-64.json",
+)
 TRAIN_FILE = "h200-train.json"
 PAGE_TRAIN_FILES = (TRAIN_FILE, "h200-train-768.json")
 CPU_FILE = "cpu.json"
