@@ -180,7 +180,9 @@ class Folded:
         for product, total in zip(steps[1:-4:2], steps[2:-4:2], strict=True):
             # The first product is square's and a coefficient's, the others square's and the sum's before.
             factor = product.operands[-1] if not numbers else inner
-            if product.operation != "mul" or total.operation != "add" or set(product.operands) != {square, factor}:
+            if product.operation != "mul" or set(product.operands) != {square, factor}:
+                return False
+            if total.operation != "add" or total.operands[0] != Ref(inner.index + 1):
                 return False
             coefficients = total.operands[-1:] if numbers else (factor, total.operands[-1])
             if not all(isinstance(x, Coefficient) for x in coefficients):
