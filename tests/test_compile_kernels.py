@@ -48,7 +48,7 @@ HOPPER_PRODUCTS |= {("backward_kernel", "steps-of-128"): (160,), ("backward_kern
 HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
 # The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}  # with the installed Triton and the newest
-LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-shared")
+LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared")
 LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
