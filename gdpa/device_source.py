@@ -410,14 +410,14 @@ class _Writer:
         if not folded.gated:
             return None
         multiple = folded.steps[0].operands[1]
-        whole = isinstance(multiple, Coefficient)
-        gate = Ref(0) if whole else SCORE  # what tanh is multiplied with
-        constants = dict.fromkeys(x for step in folded.steps[whole:] for x in step.operands if isinstance(x, Coefficient))
+        first = 1 if isinstance(multiple, Coefficient) else 0
+        gate = Ref(0) if first else SCORE  # what tanh is multiplied with
+        constants = dict.fromkeys(x for step in folded.steps[first:] for x in step.operands if isinstance(x, Coefficient))
         # $0, $1 are the results and $2, $3 the scores, or multiples of them; an argument comes once for each of them.
         names: dict[StepOperand, str] = {gate: "s"}
         names.update((x, f"${4 + 2 * i}") for i, x in enumerate(constants))
         fused = set(folded.fused.values())
-        *opening, last = (i for i in range(whole, len(folded.steps)) if i not in fused)
+        *opening, last = (i for i in range(first, len(folded.steps)) if i not in fused)
         tanh = opening[-1]
         assert folded.steps[tanh].operation == "tanh" and last in folded.fused, "`finish_packed` is the last step: s * tanh + s"
         names.update((Ref(i), f"t{place}") for place, i in enumerate(opening))
@@ -438,7 +438,7 @@ class _Writer:
                 operation, operands = _PACKED[step.operation], step.operands
             lines.append(f"        {operation}.{words['pair']} {', '.join([names[Ref(i)], *(names[x] for x in operands)])};")
         lines += ["        mov.b32 $0, s;", f"        mov.b32 $1, {names[Ref(tanh)]};"]
-        arguments = ", ".join(["h" if whole else "s", *(f"k{i}" for i in range(len(constants)))])
+        arguments = ", ".join(["h" if first else "s", *(f"k{i}" for i in range(len(constants)))])
         constraints = "=f,=f,f,f" + ",r,r" * len(constants)
         lines += [
             "        }",

@@ -54,8 +54,9 @@ LEAST_AVERAGE_FOR_THREE = 96  # of packed sequences
 # code than gelu's, three copies of it, warps are likely to wait for instructions where tiles are short.
 MOST_INSTRUCTIONS_FOR_THREE = 11
 ROWS_FOR_THREE = 512
-# gelu in fp16 is such a one. Of two consumers it is packed, and faster so where keys are few: two -> three, 256 keys for 1024 rows
-# 0.404 -> 0.296, 1024 rows 0.452 -> 0.441, but 2048 rows 0.462 -> 0.508, lengths to 512 0.316 -> 0.315. The others in fp16 are as in bf16:
+# gelu in fp16 is such a one. Of two consumers it is packed, and faster so where keys are few: two -> three, these by exp2, ten instructions
+# where they have eight now, 256 keys for 1024 rows 0.404 -> 0.296, 1024 rows 0.452 -> 0.441, but 2048 rows 0.462 -> 0.508, lengths to 512
+# 0.316 -> 0.315. With eight, three had 0.313, 0.469 and 0.517 in another run. The others in fp16 are as in bf16:
 # SiLU 1024 rows 0.669 -> 0.694, 2048 rows 0.728 -> 0.792, 256 keys for 1024 rows 0.559 -> 0.579, lengths to 512 0.471 -> 0.481; gelu_tanh,
 # packed of two, 0.559 -> 0.554, 0.576 -> 0.621, 0.518 -> 0.530, 0.390 -> 0.399.
 KEYS_FOR_THREE_NOT_PACKED = 1025
