@@ -42,12 +42,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this processor is, products are bf16, of matrices of any size."""
+    """Whatever this processor is, products are bf16, of matrices of any size, padded as much as that takes."""
     broken = broken_cpu_products("bfloat16")
     if broken is not None:
         pytest.skip(broken)
     monkeypatch.setattr(cpu_plan, "multiplies_fast", lambda dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(cpu_plan, "LEAST_NARROW_PAIRS", 0)
+    monkeypatch.setattr(cpu_whole, "MOST_PADDING", float("inf"))
 
 
 @pytest.fixture
@@ -180,9 +181,9 @@ def test_products_come_in_few_shapes(path: str, monkeypatch: pytest.MonkeyPatch)
     sizes = {cpu_tensors.few_sizes(length - cut) for length in lengths for cut in (0, 60)}
     assert 0 < len(shapes) <= 4 * len(sizes)
     if path == "whole":
-        assert len(shapes) == len(sizes) == 5
-    assert cpu_tensors.few_sizes(1) == 32
-    assert len({cpu_tensors.few_sizes(length) for length in range(1, 1025)}) == 24
+        assert len(shapes) == len(sizes) == 9
+    assert cpu_tensors.few_sizes(1) == 16
+    assert len({cpu_tensors.few_sizes(length) for length in range(1, 1025)}) == 48
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["dq", "dk", "dv"])
@@ -217,6 +218,28 @@ def test_short_sequences_multiply_in_fp32(products: Products, monkeypatch: pytes
     assert products.count[torch.bfloat16] == 0
     check(make_case(q_lengths=(64,), heads=2, head_dim=32, dtype=torch.bfloat16, seed=11), "cpu")
     assert products.count[torch.bfloat16] > 0
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [((100, 100), False), ((8, 1000), False), ((110, 140), True), ((96, 112), True)])
+@pytest.mark.usefixtures("fast")
+def test_sequences_that_would_be_mostly_padding_multiply_in_fp32(
+    lengths: tuple[int, int], padded: bool, products: Products, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_whole, "MOST_PADDING", 1.2)
+    monkeypatch.setattr(cpu_whole, "BATCH_SCORES", 0)
+    q_length, k_length = lengths
+    case = make_case(q_lengths=(q_length,), k_lengths=(k_length,), heads=2, head_dim=32, dtype=torch.bfloat16, seed=12)
+    check(case, "cpu")
+    assert (products.count[torch.bfloat16] > 0) is padded
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", lambda s: torch.log(s.abs())], ids=["sigmoid", "log"])
+@pytest.mark.usefixtures("fast")
+def test_what_an_activation_is_at_zero_does_not_reach_the_padding(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded pairs have a score of 0, where f may be 0.5 or infinite."""
+    monkeypatch.setattr(cpu_whole, "BATCH_SCORES", 0)
+    case = make_case(q_lengths=(70,), k_lengths=(90,), heads=2, head_dim=32, dtype=torch.bfloat16, activation=activation, seed=13)
+    check(case, "cpu")
 
 
 @pytest.mark.parametrize(

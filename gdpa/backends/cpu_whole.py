@@ -25,6 +25,9 @@ from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, few_siz
 from gdpa.problem import Problem, row_ranges
 
 MOST_SCORES = 1 << 20  # of one product
+# Narrow products need sequences padded to few sizes. Where that makes more scores than so many times those there are, fp32 is as fast:
+# sequences of 65 rows took 78 ns a score and thread (bf16, forward and backward) for 66, those of 100 rows 41 for 38, of 200 24 for 27.
+MOST_PADDING = 1.2
 # Sequences of equal lengths can share products, in tiles, which pays below so many scores; where they are copied anyway (16 bits)
 # it pays wherever it is possible.
 LEAST_SCORES_IF_EQUAL = 1 << 16
@@ -34,6 +37,7 @@ class _Task(NamedTuple):
     sequence: int
     heads: slice
     whole: bool  # all heads
+    narrow: bool  # P and dS are rounded, and sequences padded to `few_sizes`
 
 
 class _Call:
@@ -61,12 +65,17 @@ class _Call:
         exact = self.problem.dtype == torch.float32 and self.pairs[sequence] <= EXACT_PAIRS
         return torch.float64 if exact else wide(self.problem.dtype)
 
-    def is_narrow(self, sequence: int) -> bool:
-        return is_narrow(self.problem, self.pairs[sequence])
-
-    def rounded(self, scores: Tensor, memory: Workspace) -> Tensor:
-        """P or dS in the inputs' precision, with zeros beside it."""
-        return memory.padded("rounded", scores, self.problem.dtype, few_sizes(scores.shape[2]))
+    def rounded(self, scores: Tensor, task: _Task, memory: Workspace) -> Tensor:
+        """P or dS as an operand: where the task is narrow in the inputs' precision, with zeros for pairs of no query or key."""
+        if not task.narrow:
+            return scores
+        rows, keys = self.q_lengths[task.sequence], self.k_lengths[task.sequence]
+        rounded = memory.rounded(scores, self.problem.dtype)
+        if rows < scores.shape[1]:
+            rounded[:, rows:].zero_()
+        if keys < scores.shape[2]:
+            rounded[:, :, keys:].zero_()
+        return rounded
 
     def run(self, work: Callable[[_Task, Tensor, Workspace], None]) -> None:
         """Do the work of every sequence that has pairs: `work` gets a task, memory for its scores, and the rest of the memory."""
@@ -75,17 +84,20 @@ class _Call:
         for sequence, pairs in enumerate(self.pairs):
             if pairs:
                 step = min(heads, max(1, MOST_SCORES // pairs))
+                padded = few_sizes(self.q_lengths[sequence]) * few_sizes(self.k_lengths[sequence])
+                narrow = is_narrow(self.problem, pairs) and padded <= MOST_PADDING * pairs
                 for first in range(0, heads, step):
-                    tasks.append(_Task(sequence, slice(first, min(first + step, heads)), step == heads))
+                    tasks.append(_Task(sequence, slice(first, min(first + step, heads)), step == heads, narrow))
 
         def work_through(numbers: Iterable[int]) -> None:
             with workspace() as memory:
                 for number in numbers:
                     task = tasks[number]
-                    sequence, of = task.sequence, task.heads
-                    memory.use(self.precision(sequence))
-                    shape = (of.stop - of.start, self.q_lengths[sequence], self.k_lengths[sequence])
-                    work(task, memory.take("s", shape), memory)
+                    memory.use(self.precision(task.sequence))
+                    rows, keys = self.q_lengths[task.sequence], self.k_lengths[task.sequence]
+                    if task.narrow:
+                        rows, keys = few_sizes(rows), few_sizes(keys)
+                    work(task, memory.take("s", (task.heads.stop - task.heads.start, rows, keys)), memory)
 
         divide([(task.heads.stop - task.heads.start) * self.pairs[task.sequence] for task in tasks], work_through)
 
@@ -107,18 +119,24 @@ class _Sequences:
         return view if task.whole else view[task.heads]
 
     def load(self, task: _Task, memory: Workspace) -> Tensor:
-        """An operand [h, L, features]: the caller's own memory where it has the precision and strides, else a copy."""
+        """The operand [h, L, features] of a product with P or dS: the caller's own memory where it has the precision and strides, else a
+        copy. In narrow tasks it has the caller's precision, and zeros below its rows."""
         view = self._at(task)
-        if self._is_operand and self._dtype == memory.dtype:
+        dtype = self._dtype if task.narrow else memory.dtype
+        heads, rows, features = view.shape
+        size = few_sizes(rows) if task.narrow else rows
+        if self._is_operand and self._dtype == dtype and size == rows:
             return view
-        return memory.take(self._role, view.shape).copy_(view)
+        copy = memory.take(self._role, (heads, size, features), dtype)
+        if size == rows:
+            return copy.copy_(view)
+        copy[:, :rows].copy_(view)
+        copy[:, rows:].zero_()
+        return copy
 
-    def narrow(self, task: _Task, memory: Workspace) -> Tensor:
-        """An operand in the caller's precision, with zeros below its rows."""
-        view = self._at(task)
-        if self._is_operand and few_sizes(view.shape[1]) == view.shape[1]:
-            return view
-        return memory.padded(self._role, view, self._dtype, view.shape[2])
+    def widen(self, loaded: Tensor, memory: Workspace) -> Tensor:
+        """What was loaded as the operand of S or dP."""
+        return loaded if loaded.dtype == memory.dtype else memory.take(self._role, loaded.shape).copy_(loaded)
 
     def compute(self, task: _Task, a: Tensor, b: Tensor, factor: float, memory: Workspace) -> None:
         """The task's rows = factor * a @ b, of which there may be more."""
@@ -170,13 +188,11 @@ def forward(
     kernel, scale = call.kernel, problem.scale
 
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
-        product(s, queries.load(task, memory), keys.load(task, memory).mT, scale)
+        q_rows, k_rows = queries.load(task, memory), keys.load(task, memory)
+        product(s, queries.widen(q_rows, memory), keys.widen(k_rows, memory).mT, scale)
         kernel.value(s)
-        if call.is_narrow(task.sequence):
-            s, v_rows = call.rounded(s, memory), values.narrow(task, memory)
-        else:
-            v_rows = values.load(task, memory)
-        out.compute(task, s, v_rows, call.factors[task.sequence], memory)
+        p = call.rounded(s, task, memory)
+        out.compute(task, p, values.load(task, memory), call.factors[task.sequence], memory)
 
     out.zero_the_rest(call.pairs)
     call.run(work)
@@ -208,22 +224,20 @@ def backward(
     slope = dq is not None or dk is not None
 
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
-        factor, is_narrow = call.factors[task.sequence], call.is_narrow(task.sequence)
+        factor = call.factors[task.sequence]
         q_rows, k_rows, do_rows = queries.load(task, memory), keys.load(task, memory), gradients.load(task, memory)
         p = memory.take("p", s.shape)
-        product(s, q_rows, k_rows.mT, scale)
+        product(s, queries.widen(q_rows, memory), keys.widen(k_rows, memory).mT, scale)
         kernel.prepare(s, None if dv is None else p, slope)
-        if dv is not None and is_narrow:
-            dv.compute(task, call.rounded(p, memory).mT, gradients.narrow(task, memory), factor, memory)
-        elif dv is not None:
-            dv.compute(task, p.mT, do_rows, factor, memory)
+        if dv is not None:
+            dv.compute(task, call.rounded(p, task, memory).mT, do_rows, factor, memory)
         if not slope:
             return
-        product(p, do_rows, values.load(task, memory).mT, factor * scale)  # here, so that a product like O's serves dQ, and dV's dK
-        kernel.multiply_by_slope(p, s)
-        ds = p
-        if is_narrow:
-            ds, q_rows, k_rows = call.rounded(p, memory), queries.narrow(task, memory), keys.narrow(task, memory)
+        v_rows = values.load(task, memory)
+        dp, at_once = p, factor * scale  # so that a product like O's serves dQ, and dV's dK
+        product(dp, gradients.widen(do_rows, memory), values.widen(v_rows, memory).mT, at_once)
+        kernel.multiply_by_slope(dp, s)
+        ds = call.rounded(dp, task, memory)
         if dq is not None:
             dq.compute(task, ds, k_rows, 1.0, memory)
         if dk is not None:
