@@ -93,7 +93,7 @@ def test_a_tanh_that_errs_like_that_of_sm_90(monkeypatch, name):
 @pytest.mark.parametrize("queries", [1, 64])
 def test_gelu_of_many_keys(monkeypatch, queries, spread, mean):
     """The fewest that are many."""
-    from gdpa.backends.hopper.launch import MANY_KEYS
+    from gdpa.backends.hopper.plan import MANY_KEYS
 
     for seed in range(4):
         options = {"form": "dense", "q_lengths": (queries,), "k_lengths": (MANY_KEYS,), "scale": spread / 8.0, "seed": seed}

@@ -373,7 +373,7 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
     ],
 )
 def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
-    from gdpa.backends.hopper import launch
+    from gdpa.backends.hopper import launch, plan
     from gdpa.backends.hopper.forward import rounded
 
     case = make_case(
@@ -381,7 +381,7 @@ def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
     )
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
-    functions = launch.functions_for(case.problem)
+    functions = plan.functions_for(case.problem)
     assert constants["activate"] is (functions.open_packed if packed else functions.scaled)
     assert constants["finish"] is (functions.finish_packed if packed else rounded)
 
@@ -391,9 +391,10 @@ def test_a_mask_parts_no_packed_pairs():
     """A gelu whose slope at 0 is more than fp16 holds is masked, and so not packed."""
     import gdpa
     from gdpa.backends.hopper import launch
+    from gdpa.tracing import device_functions
 
     steep = gdpa.Activation(lambda s: torch.nn.functional.gelu(s) * 1e6)
-    assert launch.device_functions((steep.key,), precision="bfloat16", frontend="gluon").open_packed is not None
+    assert device_functions((steep.key,), precision="bfloat16", frontend="gluon").open_packed is not None
     case = make_case(activation=steep, q_lengths=(130, 7), k_lengths=(5, 300), heads=4, head_dim=128, dtype=torch.bfloat16)
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
@@ -438,15 +439,15 @@ class TestHowManyConsumersShareATile:
         ],
     )
     def test_narrow_heads_have_three_where_these_fill_their_tiles(self, options, expected):
-        from gdpa.backends.hopper import launch
+        from gdpa.backends.hopper import plan_forward
 
         options = {"q_lengths": self.LONG, "k_lengths": (5, 300), "heads": 2, "head_dim": 64, "dtype": torch.bfloat16} | options
         if options.get("form") == "dense":
             options["k_lengths"] = (7, 7)
         problem = make_case(**options).problem
-        assert launch.consumers(problem) == expected
+        assert plan_forward.consumers(problem) == expected
         # There two have packed gelu, and a sequence's results must not depend on how long others are.
-        assert launch.consumers(dataclasses.replace(problem, deterministic=True)) == 2
+        assert plan_forward.consumers(dataclasses.replace(problem, deterministic=True)) == 2
 
     @pytest.mark.parametrize(
         ("options", "expected"),
@@ -466,7 +467,7 @@ class TestHowManyConsumersShareATile:
         ],
     )
     def test_a_long_activation_and_few_blocks_of_keys_have_one_loop(self, options, expected):
-        from gdpa.backends.hopper import launch
+        from gdpa.backends.hopper import launch, plan_forward
 
         base = {
             "activation": "gelu",
@@ -477,7 +478,7 @@ class TestHowManyConsumersShareATile:
             "dtype": torch.bfloat16,
         }
         case = make_case(**base | options)
-        assert launch.has_one_loop(case.problem) == expected
+        assert plan_forward.has_one_loop(case.problem) == expected
         q, k, v = case.inputs[:3]
         constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
         assert constants["ONE_LOOP"] == expected
@@ -496,12 +497,12 @@ class TestHowManyConsumersShareATile:
 
     @pytest.mark.parametrize(("activation", "kinds"), [("silu", 2), ("gelu", 3), ("softplus", 2)])
     def test_precompile_builds_each_kind_once(self, monkeypatch, activation, kinds):
-        from gdpa.backends.hopper import launch
+        from gdpa.backends.hopper import launch, plan_forward
 
         def compile_it(activations, head_dim, dtype, group, form, kv_heads, rows, window):
             q, k, v, cu_q, cu_k = launch.example(form, 4, rows, kv_heads, kv_heads, head_dim, head_dim, dtype)
             problem = launch.describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
-            kind = launch.consumers(problem), launch.has_one_loop(problem)
+            kind = plan_forward.consumers(problem), plan_forward.has_one_loop(problem)
             return SimpleNamespace(metadata=SimpleNamespace(num_warps=4 + 4 * kind[0], shared=1024), hash=kind)
 
         monkeypatch.setattr(launch, "compile_forward", compile_it)
@@ -606,14 +607,14 @@ class TestWindows:
         ],
     )
     def test_the_kernels_way_with_windows(self, form, options, same, kind):
-        from gdpa.backends.hopper import forward, launch
+        from gdpa.backends.hopper import forward, plan, plan_forward
 
         case = make_case(form, **{"q_lengths": (300, 300), "heads": 4, "head_dim": 64, **options})
         k_offsets = case.inputs.cu_seqlens_q if same else case.inputs.cu_seqlens_k
-        same_offsets = launch.same_offsets(case.inputs.cu_seqlens_q, k_offsets)
+        same_offsets = plan.same_offsets(case.inputs.cu_seqlens_q, k_offsets)
         assert same_offsets == same
-        assert launch._window(case.problem, same_offsets) == getattr(forward, kind).value
-        assert launch.consumers(case.problem) == 2
+        assert plan_forward.way_of_window(case.problem, same_offsets) == getattr(forward, kind).value
+        assert plan_forward.consumers(case.problem) == 2
 
 
 @needs_triton

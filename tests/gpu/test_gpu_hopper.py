@@ -82,7 +82,7 @@ def test_every_form(form, head_dim):
 def test_three_consumers(form, activation, one_loop, dtype, monkeypatch):
     """Whatever the lengths, a tile's first step apart or in the loop; numbers of heads of their own, so that no other's launches are
     remembered. Dense sides have the first length."""
-    from gdpa.backends.hopper import launch
+    from gdpa.backends.hopper import launch, plan_forward
 
     monkeypatch.setattr(launch, "LEAST_AVERAGE_FOR_THREE", 0)
     monkeypatch.setattr(launch, "BLOCKS_FOR_TWO", ())
@@ -97,8 +97,8 @@ def test_three_consumers(form, activation, one_loop, dtype, monkeypatch):
         "out_scale": "per-sequence",
     }
     case = make_case(form, **options, q_lengths=(450, *Q_LENGTHS), k_lengths=(270, *K_LENGTHS))
-    assert launch.consumers(case.problem) == 3
-    assert launch.has_one_loop(case.problem) == one_loop
+    assert plan_forward.consumers(case.problem) == 3
+    assert plan_forward.has_one_loop(case.problem) == one_loop
     check(case, "hopper")
 
 
@@ -108,13 +108,13 @@ def test_three_consumers(form, activation, one_loop, dtype, monkeypatch):
 )
 def test_sequences_of_a_few_blocks(form, rows, keys, activation):
     """Three consumers, and, but for relu, one loop, as the host chooses them; sequences that end before, at and past a block's edge."""
-    from gdpa.backends.hopper import launch
+    from gdpa.backends.hopper import plan_forward
 
     rows_of = [rows] * 5 if form == "dense" else [rows, rows - 23, 1, 0, 2 * rows + 24]
     keys_of = [keys] * 5 if form != "packed" else [keys, 2 * keys, keys + 1, 128, 1]
     case = make_case(form, **{**BASE, "head_dim": 64, "activation": activation}, q_lengths=rows_of, k_lengths=keys_of)
-    assert launch.consumers(case.problem) == 3
-    assert launch.has_one_loop(case.problem) == (activation != "relu")
+    assert plan_forward.consumers(case.problem) == 3
+    assert plan_forward.has_one_loop(case.problem) == (activation != "relu")
     check(case, "hopper")
 
 

@@ -18,7 +18,7 @@ A consumer's blocks form one stream that does not stop where a tile ends. In ste
     stores O if block i - 1 closed a tile
 
 so V(i - 1) is needed with K(i), and both are in stage i % 2 of their buffers. Consumers issue their products in turns. A tile's first step
-is code of its own, or, where that is too much code (launch.has_one_loop), one of its loop's (ONE_LOOP).
+is code of its own, or, where that is too much code (plan_forward.has_one_loop), one of its loop's (ONE_LOOP).
 
     barrier                  opened by                                  for
     keys.full, values.full   the copy engine                            the consumers' products of that stage

@@ -21,18 +21,8 @@ from gdpa.backends.gpu import (
 )
 from gdpa.backends.hopper import partial
 from gdpa.backends.hopper.backward import backward_kernel
-from gdpa.backends.hopper.launch import (
-    MANY_KEYS,
-    OPTIONS,
-    descriptor,
-    functions_for,
-    in_place,
-    needs_mask,
-    precision_for,
-    readable,
-    same_offsets,
-    start,
-)
+from gdpa.backends.hopper.launch import OPTIONS, descriptor, in_place, readable, start
+from gdpa.backends.hopper.plan import MANY_KEYS, functions_for, needs_mask, precision_for, same_offsets
 from gdpa.backends.hopper.plan_backward import (
     PART,
     RELAY,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdpa.backends.hopper import relay
 from gdpa.backends.hopper.compat import LONG_STEPS
-from gdpa.backends.hopper.launch import instructions, precision_for, same_offsets
+from gdpa.backends.hopper.plan import instructions, precision_for, queries_of_a_sequence, same_offsets
 from gdpa.problem import Problem
 
 TILE = 128  # keys of a tile, as the kernel has them
@@ -138,8 +138,8 @@ def step_rows(problem: Problem, needs_dq: bool) -> int:
     if problem.masked:
         return LONG_STEP if in_order and way == SHARED else PART
     packed = problem.query_side == "packed"
-    queries = problem.query_rows // max(problem.batch, 1) if packed else problem.query_rows
-    return LONG_STEP if way == RELAY and queries >= LEAST_QUERIES[in_order][packed] else PART
+    long = queries_of_a_sequence(problem) >= LEAST_QUERIES[in_order][packed]
+    return LONG_STEP if way == RELAY and long else PART
 
 
 def is_in_order(problem: Problem, needs_dq: bool) -> bool:
