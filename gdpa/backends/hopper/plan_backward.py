@@ -1,5 +1,6 @@
 """Which form of the backward kernel a problem gets: how dQ and dV leave it, which tiles a program takes, how long a step is. Each was
-chosen by measurement, which stands beside it."""
+chosen by measurement, which stands beside it, as fractions of the floor on an H200 (docs/benchmarking.md), B = 1152, H = 4, and D = 128
+unless another is named; before -> after, each pair in one run."""
 
 from __future__ import annotations
 
@@ -43,8 +44,12 @@ def way_of_dq(problem: Problem, needs_dq: bool) -> int:
 
 
 # Tiles that are short and alike end often and together: the next one's values should not wait for dV. Where dQ waits for other programs,
-# dV should not wait for dQ. Through V -> through dQ on an H200, of the floor, silu and gelu_tanh: 512 keys 0.775 -> 0.795 and
-# 0.739 -> 0.747, 1024 keys 0.783 -> 0.758 and 0.722 -> 0.762 (but is_together); packed keys up to 2048 0.775 -> 0.740 and 0.724 -> 0.682.
+# dV should not wait for dQ. Through V -> through dQ:
+#
+#                         SiLU               gelu_tanh
+#   512 keys              0.775 -> 0.795     0.739 -> 0.747
+#   1024 keys             0.783 -> 0.758     0.722 -> 0.762     but is_together
+#   packed, to 2048       0.775 -> 0.740     0.724 -> 0.682
 MOST_KEYS_THROUGH_DQ = 512
 
 
@@ -57,17 +62,22 @@ def way_of_dv(problem: Problem, needs_dv: bool) -> int:
 def is_together(problem: Problem, needs_dq: bool) -> bool:
     """Whether neighbouring programs take the tiles of a head, which pass dQ on to each other, rather than the heads of a tile.
 
-    Worth 1 to 5 % where all sequences are alike, and dV does not wait for dQ. On an H200, of the floor, silu and gelu_tanh: 640 keys
-    0.749 -> 0.774 and 0.720 -> 0.729, 1024 keys 0.787 -> 0.801 and 0.774 -> 0.779, 2048 keys 0.815 -> 0.826 and 0.745 -> 0.785, 4096 keys
-    0.822 -> 0.830 and 0.764 -> 0.784; but packed keys up to 2048 0.767 -> 0.747 and 0.703 -> 0.684, and 512 keys, through dQ,
-    0.796 -> 0.792 and 0.747 -> 0.668.
+    Worth 1 to 5 % where all sequences are alike, and dV does not wait for dQ:
+
+                              SiLU               gelu_tanh
+        640 keys              0.749 -> 0.774     0.720 -> 0.729
+        1024 keys             0.787 -> 0.801     0.774 -> 0.779
+        2048 keys             0.815 -> 0.826     0.745 -> 0.785
+        4096 keys             0.822 -> 0.830     0.764 -> 0.784
+        packed, to 2048       0.767 -> 0.747     0.703 -> 0.684
+        512 keys, through dQ  0.796 -> 0.792     0.747 -> 0.668
     """
     dense = problem.key_side != "packed" and problem.query_side == "dense"
     return dense and way_of_dq(problem, needs_dq) == RELAY and problem.key_rows > MOST_KEYS_THROUGH_DQ
 
 
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took
-# 0.97 to 1.01 ms so on an H200, 0.93 and 0.94 in pairs. The queries of a pair are few enough for what it reads twice to stay in L2, and
+# 0.97 to 1.01 ms so, 0.93 and 0.94 in pairs. The queries of a pair are few enough for what it reads twice to stay in L2, and
 # the pairs many enough to keep all programs busy.
 MOST_PAIRED_QUERIES = 256
 LEAST_PAIRS = 4  # for each multiprocessor
@@ -91,7 +101,7 @@ LEAST_FOLDED_ROWS = 192  # of packed sequences, on average
 
 def is_folded(problem: Problem) -> bool:
     """Whether one program takes two tiles of a causal sequence that together have as many steps as any two: the first and the last, the
-    second and the last but one. On an H200, silu, in TFLOP/s: 2048 keys 447 -> 488, packed lengths to 2048 319 -> 411.
+    second and the last but one. SiLU, in TFLOP/s: 2048 keys 447 -> 488, packed lengths to 2048 319 -> 411.
 
     Not where the order in which dQ is passed on is fixed, and not where the host knows that there is a tile in the middle."""
     if not problem.masked or problem.deterministic:
@@ -114,10 +124,16 @@ def rounded_tiles(problem: Problem) -> int:
     return MOST_ROUNDED_TILES if rows * problem.heads >= FEWEST_ROUNDED_ROWS else 1
 
 
-# Queries of a step. With 128 its waits are half as many; at D = 128 the registers have room for 64 alone. D = 64 on an H200, of the floor,
-# 64 -> 128: silu 512 keys 0.517 -> 0.602, 1024 0.519 -> 0.644, 2048 0.554 -> 0.658, lengths to 512 0.370 -> 0.380, to 2048 0.499 -> 0.540,
-# 256 keys for lengths to 1024 0.468 -> 0.522, causal 1024 0.381 -> 0.476; gelu_tanh 512 keys 0.456 -> 0.484, 1024 0.478 -> 0.540, 2048
-# 0.496 -> 0.571, lengths to 2048 0.448 -> 0.493, but to 512 0.341 -> 0.213.
+# Queries of a step. With 128 its waits are half as many; at D = 128 the registers have room for 64 alone. D = 64, 64 -> 128:
+#
+#                               SiLU               gelu_tanh
+#   512 keys                    0.517 -> 0.602     0.456 -> 0.484
+#   1024 keys                   0.519 -> 0.644     0.478 -> 0.540
+#   2048 keys                   0.554 -> 0.658     0.496 -> 0.571
+#   packed, lengths to 512      0.370 -> 0.380     0.341 -> 0.213
+#   packed, to 2048             0.499 -> 0.540     0.448 -> 0.493
+#   packed, to 1024, 256 keys   0.468 -> 0.522
+#   causal, 1024 keys           0.381 -> 0.476
 LONG_STEP = 128
 # Of f and f' for a score, gelu's, whose loops are 16 KB for each consumer. More seem not to fit the instruction cache: where the first step
 # was longer too, warps waited for instructions in 12 % of their time, and 1024 keys had 0.434.
@@ -144,11 +160,17 @@ def step_rows(problem: Problem, needs_dq: bool) -> int:
 
 def is_in_order(problem: Problem, needs_dq: bool) -> bool:
     """Whether a tile's first step activates before its consumer takes its turn with the tensor cores. The assembler would have it the other
-    way around (pipeline.join_after), while the other consumer waits. On an H200, D = 128, of the floor, silu and gelu_tanh: 1024 keys
-    0.807 -> 0.811 and 0.768 -> 0.782, 2048 0.805 -> 0.814 and 0.773 -> 0.802, 2048 keys for lengths to 2048 0.721 -> 0.744 but
-    0.672 -> 0.655; and 256 keys 0.669 -> 0.664 and 0.628 -> 0.623, packed lengths to 2048 0.771 -> 0.771 and 0.716 -> 0.680, causal 1024
-    0.569 -> 0.549 and 0.545 -> 0.518. Longer activations, in fp16, are not: gelu_tanh 1024 keys 0.716 -> 0.742, 2048
-    0.754 -> 0.758, but of gelu, with 14 instructions, 1024 keys took 15.1 ms in order and 13.5 before, though in two runs."""
+    way around (pipeline.join_after), while the other consumer waits. As the assembler has it -> in order:
+
+                                      SiLU               gelu_tanh          gelu_tanh, fp16
+        256 keys                      0.669 -> 0.664     0.628 -> 0.623
+        1024 keys                     0.807 -> 0.811     0.768 -> 0.782     0.716 -> 0.742
+        2048 keys                     0.805 -> 0.814     0.773 -> 0.802     0.754 -> 0.758
+        2048 keys, lengths to 2048    0.721 -> 0.744     0.672 -> 0.655
+        packed, lengths to 2048       0.771 -> 0.771     0.716 -> 0.680
+        causal, 1024 keys             0.569 -> 0.549     0.545 -> 0.518
+
+    Longer activations are not: of gelu in fp16, 14 instructions, 1024 keys took 15.1 ms in order and 13.5 before, though in two runs."""
     count = _instructions(problem)
     if count is None:
         return False
