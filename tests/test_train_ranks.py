@@ -85,3 +85,15 @@ def test_ctrl_c_of_torchrun_writes_one_checkpoint_of_all_ranks(tmp_path, data):
     state = json.loads((checkpoint / "state.json").read_text())
     assert checkpoint.name == f"step-{state['step']:08d}"
     assert len(logs.losses(folder / "log.jsonl")) == state["step"]
+
+
+def test_what_the_first_rank_cannot_read_or_write_ends_every_rank_with_the_reason(tmp_path, data):
+    """The others would wait for it in vain, and end with an error of the connection."""
+    folder = tmp_path / "run"
+    here = [*TWO_RANKS, "-m", "gdpa", *SMALL, "--data", str(data), "--out", str(folder)]
+    assert subprocess.run([*here, "--steps", "1"], env=clean_env(), capture_output=True, timeout=180).returncode == 0
+    os.truncate(folder / "checkpoints" / "step-00000001" / "shard-00001.safetensors", 100)
+    done = subprocess.run([*here, "--steps", "2", "--resume"], env=clean_env(), capture_output=True, text=True, timeout=180)
+    assert done.returncode != 0
+    assert done.stderr.count("the file was damaged") == 2, done.stderr
+    assert "[rank1]" not in done.stderr, done.stderr

@@ -63,36 +63,44 @@ class Checkpoints:
         checkpoint of `step`, and the oldest ones are removed. An error on the way leaves the earlier ones as they were."""
         partial = self.partial(step)
         try:
-            if world.first:
-                if partial.exists():
-                    shutil.rmtree(partial)
-                partial.mkdir(parents=True)
+            world.by_first(lambda: self._begin(step))
+            with self._told(step):
+                yield partial
             world.wait()
-            yield partial
-            world.wait()
-            if world.first:
-                self._finish(step, state)
-            world.wait()
-        except OSError as error:
-            raise GdpaError(f"{self.folder}: the checkpoint of step {step} could not be written: {error}") from error
+            world.by_first(lambda: self._finish(step, state))
         finally:
             if world.first:
                 shutil.rmtree(partial, ignore_errors=True)
 
+    @contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise GdpaError(f"{self.folder}: the checkpoint of step {step} could not be written: {error}") from error
+
+    def _begin(self, step: int) -> None:
+        with self._told(step):
+            partial = self.partial(step)
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+
     def _finish(self, step: int, state: dict[str, Any]) -> None:
         partial = self.partial(step)
-        files = sorted(path for path in partial.rglob("*") if path.is_file())
-        facts = {str(path.relative_to(partial)): _facts(path) for path in files}
-        state = _plain({**state, "format": FORMAT, "files": facts})
-        state["sha256"] = _digest(state)
-        with (partial / STATE).open("w") as file:
-            json.dump(state, file, indent=1)
-        for path in (*files, partial / STATE, partial):
-            _sync(path)
-        os.rename(partial, self.folder / f"step-{step:08d}")
-        _sync(self.folder)
-        for _, old in self.complete()[: -self.keep]:
-            self._discard(old)
+        with self._told(step):
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            facts = {str(path.relative_to(partial)): _facts(path) for path in files}
+            state = _plain({**state, "format": FORMAT, "files": facts})
+            state["sha256"] = _digest(state)
+            with (partial / STATE).open("w") as file:
+                json.dump(state, file, indent=1)
+            for path in (*files, partial / STATE, partial):
+                _sync(path)
+            os.rename(partial, self.folder / f"step-{step:08d}")
+            _sync(self.folder)
+            for _, old in self.complete()[: -self.keep]:
+                self._discard(old)
 
     def _discard(self, path: Path) -> None:
         """Remove a checkpoint: first its name, so that none is ever there in part."""

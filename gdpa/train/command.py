@@ -63,10 +63,15 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
         loop = Loop(settings, source, model, world, folder, matmul_rate=rate, stop=lambda: signals.number is not None)
         resumed = options.resume and loop.resume()
         _announce(settings, loop, options, resumed, console)
-        log = Log(folder.log, loop.step) if world.first else None
-        if log is not None:
+        log: Log | None = None
+
+        def begin() -> None:
+            nonlocal log
+            log = Log(folder.log, loop.step)
             loop.checkpoints.clean()
             log.write("resume" if resumed else "start", loop.step, **_header(options, settings, source, world))
+
+        world.by_first(begin)
         try:
             with Display(console, loop.step, settings.steps) as display:
                 outcome = loop.run(log, display)

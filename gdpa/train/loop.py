@@ -89,7 +89,7 @@ class Loop:
             return False
         path = Path(latest)
         # One rank reads and checks all files; the others would read the same bytes again.
-        found = self.world.from_first(read_state(path) if self.world.first else None)
+        found = self.world.by_first(lambda: read_state(path))
         check_same(path, "config", found["config"], self.settings.identity())
         check_same(path, "schema", found["schema"], json.loads(self.source.schema.to_json()))
         check_same(path, "data", found["data"], self.source.facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,22 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
         return box[0]
+
+    def by_first(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives on the first rank, plain JSON, on every rank. Its GdpaError is one of every rank: the others would wait for the
+        first in vain."""
+        if self.group is None:
+            return work()
+        value = refusal = None
+        if self.first:
+            try:
+                value = work()
+            except GdpaError as error:
+                refusal = str(error)
+        value, refusal = self.from_first([value, refusal])
+        if refusal is not None:
+            raise GdpaError(refusal)
+        return value
 
     def gather(self, values: Tensor) -> Tensor:
         """The values of all ranks, (n,) each with an n of its own, one after the other on every rank."""
