@@ -449,6 +449,17 @@ def test_the_picture_has_the_three_curves_and_the_held_out_scores(whole):
     assert curves.figure([]).axes  # a run that was stopped before its first line
 
 
+def test_held_out_scores_far_from_those_of_training_are_in_the_picture():
+    """Of a model that learned its few examples by heart."""
+    readings = [
+        {"event": "steps", "step": step, "ne": 1 / step, "auc": 1 - 0.3 / step, "samples_per_s": 1.0} for step in range(1, 41)
+    ]
+    figure = curves.figure([*readings, {"event": "end", "step": 40, "ne": 2.2, "auc": 0.5}])
+    for axis, score in zip(figure.axes, (2.2, 0.5), strict=False):
+        low, high = axis.get_ylim()
+        assert low < score < high
+
+
 def test_the_other_commands_do_not_import_the_trainer():
     code = (
         "import sys, gdpa.cli; gdpa.cli._parser(); print([m for m in sys.modules if m.startswith(('gdpa.train', 'gdpa.models'))])"

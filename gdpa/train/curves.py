@@ -45,6 +45,10 @@ def figure(found: list[dict[str, Any]]) -> Figure:
             axis.axhline(
                 end[key], color=HELD_OUT, linewidth=1.2, linestyle=(0, (4, 2)), label=f"held out, at the end: {end[key]:.4f}"
             )
+            # The range may be that of the readings, which a model that learned them by heart leaves far from what is held out.
+            low, high = axis.get_ylim()
+            margin = 0.05 * (high - low)
+            axis.set_ylim(min(low, end[key] - margin), max(high, end[key] + margin))
         axis.legend(loc="upper right" if key == "ne" else "lower right", fontsize=8, frameon=False)
         _style(axis)
     axes[2].set_ylim(bottom=0)
