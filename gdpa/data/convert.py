@@ -20,18 +20,20 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gdpa.data.parquet import write
-from gdpa.data.schema import Batch, History, Schema
+from gdpa.data.schema import LATEST, Batch, History, Schema
 from gdpa.errors import GdpaError
 from gdpa.jagged import offsets_from_lengths
+
+T = TypeVar("T")
 
 HEADER = ["userId", "movieId", "rating", "timestamp"]
 BANDS = (2.5, 4.0)
@@ -115,12 +117,12 @@ def _users(path: Path) -> Iterator[_User]:
 def _parsed(path: Path, line: int, fields: list[str]) -> tuple[int, int, float, int]:
     try:
         user, movie, rating, time = fields
-        values = _integer(user), _integer(movie), float(rating), _integer(time)
+        values = _number(int, user), _number(int, movie), _number(float, rating), _number(int, time)
     except ValueError:
         raise GdpaError(
             f"{path}: line {line}: expected integers userId, movieId and timestamp and a number rating, got {','.join(fields)!r}"
         ) from None
-    for name, value, most in (("userId", values[0], 2**31), ("movieId", values[1], 2**31), ("timestamp", values[3], 2**62)):
+    for name, value, most in (("userId", values[0], 2**31), ("movieId", values[1], 2**31), ("timestamp", values[3], LATEST)):
         if not 0 <= value < most:
             raise GdpaError(f"{path}: line {line}: expected a {name} from 0 to {most - 1}, got {value}")
     if not 0 <= values[2] <= 5:
@@ -128,10 +130,10 @@ def _parsed(path: Path, line: int, fields: list[str]) -> tuple[int, int, float, 
     return values
 
 
-def _integer(text: str) -> int:
-    if "_" in text:  # which Python reads as 10 where a table has 1_0
+def _number(kind: Callable[[str], T], text: str) -> T:
+    if "_" in text:  # Python reads 1_0 as 10 and 0_4 as 4
         raise ValueError(text)
-    return int(text)
+    return kind(text)
 
 
 def _ordered(user: int, rows: list[list[float]]) -> _User:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gdpa.errors import GdpaError
 from gdpa.jagged import offsets_from_lengths
 
-_LATEST = 2**61
+LATEST = 2**61  # of timestamps, in seconds
 FORMAT = 1  # of the JSON text; a file of another number is refused
 
 
@@ -356,9 +356,9 @@ def _faults(batch: Batch, schema: Schema) -> Iterator[Fault]:
     # Ages are differences of int64, and must stay such.
     requests = batch.request_timestamps
     yield from found(
-        (requests > _LATEST) | (requests < -_LATEST), "request_timestamp", requests, "seconds within 2^61 of 0", of_events=False
+        (requests > LATEST) | (requests < -LATEST), "request_timestamp", requests, "seconds within 2^61 of 0", of_events=False
     )
-    yield from found((times > _LATEST) | (times < -_LATEST), "history_timestamp", times, "seconds within 2^61 of 0", of_events=True)
+    yield from found((times > LATEST) | (times < -LATEST), "history_timestamp", times, "seconds within 2^61 of 0", of_events=True)
     late = times > batch.request_timestamps.repeat_interleave(history.lengths.long())
     yield from found(late, "history_timestamp", times, "no event after the request", of_events=True)
     if history.values is not None:
