@@ -307,6 +307,7 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setattr(command, "broken_cpu_products", lambda dtype: "torch.matmul in bfloat16 ends the process")
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     for options, expected in (
         (["--model", "dlrm"], "--model: expected one of"),
         (["--preset", "huge"], "--preset: expected one of"),
@@ -323,6 +324,7 @@ def test_what_is_asked_wrongly_is_said_before_anything_is_written(tmp_path, caps
         (["--steps", str(2**20 + 1)], "--steps: expected at most 1048576 on synthetic data"),
         (["--dtype", "fp16"], "--dtype: expected bf16 or fp32"),
         (["--dtype", "bf16"], "--dtype: expected one that this CPU computes in, got bf16, and torch.matmul in bfloat16 ends"),
+        (["--compile"], "--compile: expected on a machine that can, got one that cannot: torch.compile needs a C++ compiler"),
         (["--parallel", "tp"], "--parallel: expected one of ddp, fsdp, got 'tp'"),
         (["--seed", "-1"], "--seed: expected a number from 0 to 9223372036854775807, got -1"),
         (["--seed", str(2**64)], "--seed: expected a number from 0 to 9223372036854775807, got 18446744073709551616"),
@@ -394,6 +396,7 @@ def test_compile_compiles_the_stages_of_the_dense_part(options, compiled, monkey
 
     asked = []
     monkeypatch.setattr(loop, "compile_stages", asked.append)
+    monkeypatch.setattr(command, "missing_compiler", lambda device: None)
     run(tmp_path / "run", "--steps", "1", *options)
     assert [isinstance(module, DensePart) for module in asked] == [True] * compiled
     assert (", compiled, " in capsys.readouterr().out) == compiled

@@ -119,10 +119,7 @@ class Compiled(Eager):
     name = "compile"
 
     def reason_against(self, workload: Workload, gradients: bool) -> str | None:
-        compiler = os.environ.get("CXX", "g++")
-        if workload.problem.device.type == "cpu" and shutil.which(compiler) is None:
-            return f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler}"
-        return super().reason_against(workload, gradients)
+        return missing_compiler(workload.problem.device) or super().reason_against(workload, gradients)
 
     def prepare(self, workload: Workload) -> Call:
         call = super().prepare(workload)
@@ -204,6 +201,14 @@ def broken_products(problem: Problem) -> str | None:
     if problem.device.type != "cpu" or problem.dtype.itemsize > 2:
         return None
     return broken_cpu_products(str(problem.dtype).removeprefix("torch."))
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Why torch.compile cannot be used on this device, or None."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        return f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler}"
+    return None
 
 
 @lru_cache(maxsize=2)

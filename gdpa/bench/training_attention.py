@@ -8,7 +8,6 @@ rows back, all of it inside the step. The softmax one is `torch.nn.attention.var
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import Tensor
 import gdpa
 from gdpa import dispatch, operators, shortcut
 from gdpa.activations import Activation
-from gdpa.bench.plain import FUNCTIONS, compiled
+from gdpa.bench.plain import FUNCTIONS, compiled, missing_compiler
 from gdpa.bench.providers import free_bytes
 from gdpa.dispatch import BACKENDS
 from gdpa.errors import GdpaError
@@ -105,10 +104,7 @@ class Padded(Attention):
         self.dense: Callable[..., Tensor] = compiled(dense_attention) if name == "compile" else dense_attention
 
     def reason_against(self, device: torch.device, bf16: bool) -> str | None:
-        compiler = os.environ.get("CXX", "g++")
-        if self.name == "compile" and device.type == "cpu" and shutil.which(compiler) is None:
-            return f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler}"
-        return None
+        return missing_compiler(device) if self.name == "compile" else None
 
     def __call__(
         self,

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from gdpa import api, models
 from gdpa.bench import machine, timing
-from gdpa.bench.plain import broken_cpu_products
+from gdpa.bench.plain import broken_cpu_products, missing_compiler
 from gdpa.bench.providers import check_choice
 from gdpa.data.schema import Schema
 from gdpa.dispatch import BACKENDS
@@ -136,6 +136,9 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         broken = broken_cpu_products("bfloat16")
         if broken is not None:
             raise GdpaError(f"--dtype: expected one that this CPU computes in, got bf16, and {broken}")
+    missing = missing_compiler(device) if options.compile else None
+    if missing is not None:
+        raise GdpaError(f"--compile: expected on a machine that can, got one that cannot: {missing}")
     return Settings(
         config=config,
         steps=options.steps or config.default_steps,
