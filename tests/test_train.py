@@ -20,6 +20,7 @@ from rich.console import Console
 from gdpa import cli, dispatch, models
 from gdpa.data import parquet
 from gdpa.data.synthetic import SyntheticClicks
+from gdpa.errors import GdpaError
 from gdpa.train import command, curves
 from gdpa.train import log as logs
 from gdpa.train.loop import Loop
@@ -477,6 +478,21 @@ def test_the_scores_are_printed_though_the_picture_cannot_be_written(tmp_path, c
     printed = capsys.readouterr()
     assert LAST_LINE.fullmatch(printed.out.strip().split("\n")[-1])
     assert "no picture" in printed.err
+
+
+def test_the_scores_are_printed_though_the_disk_is_full_when_they_are_logged(monkeypatch, tmp_path, capsys):
+    write = logs.Log.write
+
+    def full(self, event, step, **facts):
+        if event == "end":
+            raise GdpaError(f"{self._file.name}: the line of step {step} could not be written: No space left on device")
+        write(self, event, step, **facts)
+
+    monkeypatch.setattr(logs.Log, "write", full)
+    run(tmp_path, "--steps", "2", status=2)
+    printed = capsys.readouterr()
+    assert LAST_LINE.fullmatch(printed.out.strip().split("\n")[-1])
+    assert "No space left on device" in printed.err
 
 
 def test_as_many_examples_are_held_out_as_were_asked_for(tmp_path):

@@ -76,10 +76,10 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
             with Display(console, loop.step, settings.steps) as display:
                 outcome = loop.run(log, display)
         except NonFinite as error:
-            _close(log, folder, "stopped", loop.step, reason=str(error))
             newest = loop.checkpoints.latest()
             kept = f"{newest} is from before it" if newest is not None else "there is no checkpoint yet"
-            _say(console, f"gdpa train: stopped: {error}; {kept}")
+            with _said(console, f"gdpa train: stopped: {error}; {kept}"):
+                _close(log, folder, "stopped", loop.step, reason=str(error))
             return 1
         except RuntimeError as error:
             if not timing.out_of_memory(error):
@@ -88,11 +88,12 @@ def _train(options: argparse.Namespace, world: World, signals: Signals, console:
                 f"--batch-size: expected one that {world.device} has memory for, got {settings.batch_size}: {error}"
             ) from error
         if outcome.scores is None:
-            _close(log, folder, "interrupted", outcome.step)
-            _say(console, f"interrupted after step {outcome.step}; to go on: {_resume_command(options, folder, world)}")
+            with _said(console, f"interrupted after step {outcome.step}; to go on: {_resume_command(options, folder, world)}"):
+                _close(log, folder, "interrupted", outcome.step)
             return 128 + (signals.number or signal.SIGINT)
-        _close(log, folder, "end", outcome.step, **outcome.scores._asdict(), samples_per_s=outcome.samples_per_s)
-        _say(console, f"NE {outcome.scores.ne:.4f} AUC {outcome.scores.auc:.4f} samples/s {outcome.samples_per_s:.1f}")
+        scores = outcome.scores
+        with _said(console, f"NE {scores.ne:.4f} AUC {scores.auc:.4f} samples/s {outcome.samples_per_s:.1f}"):
+            _close(log, folder, "end", outcome.step, **scores._asdict(), samples_per_s=outcome.samples_per_s)
         return 0
 
 
@@ -293,6 +294,15 @@ def _close(log: Log | None, folder: Folder, event: str, step: int, **facts: Any)
         curves.write(folder.log, folder.curves)
     except GdpaError as error:  # the run is what it is without a picture of it
         print(f"gdpa train: no picture: {error}", file=sys.stderr)
+
+
+@contextmanager
+def _said(console: Console, text: str) -> Iterator[None]:
+    """Say it after the block, also where a full disk ends that: what a run came to is worth more than its line in the log."""
+    try:
+        yield
+    finally:
+        _say(console, text)
 
 
 def _say(console: Console, text: str) -> None:
