@@ -234,6 +234,8 @@ def test_a_given_schema_must_agree_and_its_vocabularies_hold(tmp_path):
         list(ParquetReader(path, 4, schema=smaller))
     with pytest.raises(gdpa.GdpaError, match=r"clicks\.parquet: expected the schema"):
         ParquetReader(path, 4, schema=replace(SCHEMA, event_types=("click", "view")))
+    with pytest.raises(gdpa.GdpaError, match=r"clicks\.parquet: expected the schema"):
+        ParquetReader(path, 4, schema=replace(SCHEMA, sparse=(("film", 20),), items=20, candidate="film"))
 
 
 def test_a_file_without_a_schema_is_read_with_a_given_one(tmp_path):

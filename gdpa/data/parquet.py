@@ -256,8 +256,12 @@ class ParquetReader:
         if given is None:
             return own
         sizes = dict(given.sparse)
-        resized = replace(own, items=given.items, sparse=tuple((name, sizes.get(name, size)) for name, size in own.sparse))
-        if resized != given:
+        sparse = tuple((name, sizes.get(name, size)) for name, size in own.sparse)
+        try:
+            fits = replace(own, items=given.items, sparse=sparse) == given
+        except GdpaError:  # the file's candidate is none of the given schema's items
+            fits = False
+        if not fits:
             raise GdpaError(f"{self.path}: expected the schema {given}, got a file of {own}")
         return given
 
