@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx import _symbolic_trace
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -86,9 +86,12 @@ def _refuse(what: str) -> UnsupportedActivation:
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Trace the same expression whatever surrounds the call: no_grad, autocast, a default device or dtype, dispatch modes, anomaly mode,
-    hooks on saved tensors (checkpointing has some, which would count the trace's tensors among the caller's), transforms of torch.func."""
+    """Trace the same expression whatever surrounds the call: no_grad, autocast, a default device or dtype, dispatch modes, modes of torch
+    functions (torch.export's would write the autocast below into its program), anomaly mode, hooks on saved tensors (checkpointing has
+    some, which would count the trace's tensors among the caller's), transforms of torch.func."""
     with ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
