@@ -228,6 +228,8 @@ def check_call(
         and type(cu_seqlens_k) in _PLAIN_OR_NONE
         and not (q.is_nested or k.is_nested or v.is_nested)
         and q.layout == k.layout == v.layout == torch.strided
+        and (cu_seqlens_q is None or (cu_seqlens_q.layout == torch.strided and not cu_seqlens_q.is_nested))
+        and (cu_seqlens_k is None or (cu_seqlens_k.layout == torch.strided and not cu_seqlens_k.is_nested))
         and q.dtype == k.dtype == v.dtype
     )
     if usual:
@@ -272,6 +274,8 @@ def _check_call(
     for name, given in (("q", q), ("k", k), ("v", v), *others):
         if isinstance(given, Tensor) and given.layout != torch.strided:
             raise GdpaError(f"{name}: expected a tensor of layout torch.strided, got {given.layout}")
+        if isinstance(given, Tensor) and given.is_nested:
+            raise GdpaError(f"{name}: expected an ordinary tensor, got a nested one")
     # Under autocast the three are cast to one dtype before the operator runs.
     casts = q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -55,6 +55,11 @@ def offsets(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
+def nested(*parts: torch.Tensor) -> torch.Tensor:
+    """Of the strided layout, whose tensors have no shape."""
+    return torch.nested.nested_tensor(list(parts))
+
+
 # id: (arguments, the argument the message must begin with, fragments: what came, what was expected)
 WRONG_VARLEN: dict[str, tuple[Callable[[], dict[str, Any]], str, tuple[str, ...]]] = {
     "q is a list": (lambda: packed_call(q=[1.0]), "q", ("list", "torch.Tensor")),
@@ -142,10 +147,12 @@ WRONG_VARLEN: dict[str, tuple[Callable[[], dict[str, Any]], str, tuple[str, ...]
     "out_scale sparse": (lambda: packed_call(out_scale=torch.ones(2).to_sparse()), "out_scale", ("strided", "sparse_coo")),
     "q sparse": (lambda: packed_call(q=torch.randn(10, 4, 16).to_sparse()), "q", ("strided", "sparse_coo")),
     "offsets sparse": (
-        lambda: packed_call(cu_seqlens_k=torch.tensor([0, 4, 9]).to_sparse()),
+        lambda: packed_call(cu_seqlens_k=offsets(0, 4, 9).to_sparse()),
         "cu_seqlens_k",
         ("strided", "sparse"),
     ),
+    "offsets nested": (lambda: packed_call(cu_seqlens_q=nested(offsets(0, 3, 8))), "cu_seqlens_q", ("ordinary", "nested")),
+    "out_scale nested": (lambda: packed_call(out_scale=nested(torch.ones(2))), "out_scale", ("ordinary", "nested")),
     "scale past every float": (lambda: packed_call(scale=10**400), "scale", ("float",)),
     "window past every integer": (lambda: packed_call(window_size=(2**70, 0)), "window_size", ("left", "2^63", str(2**70))),
     "max_seqlen_q past every integer": (lambda: packed_call(max_seqlen_q=2**63), "max_seqlen_q", ("2^63", str(2**63))),
