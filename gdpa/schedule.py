@@ -107,12 +107,16 @@ def tile_bound(packed: bool, batch: int, rows: int, block: int) -> int:
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def is_installed(module: str) -> bool:
+    """Looking for it may itself fail: where something keeps it from being imported, or its package from being found."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _by_kernel(*sides: Tensor | None) -> bool:
-    return any(side is not None and side.device.type == "cuda" for side in sides) and _has_triton()
+    return any(side is not None and side.device.type == "cuda" for side in sides) and is_installed("triton")
 
 
 def _build_bounds(offsets: Tensor, rows: int) -> Tensor:

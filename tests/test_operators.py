@@ -398,10 +398,21 @@ class TestImports:
         """)
         assert loaded == "[]"
 
-    def test_with_triton_absent_cpu_runs_and_triton_says_why_not(self):
-        out = self.python("""
+    @pytest.mark.parametrize("absent", ["missing", "kept from being imported"])
+    def test_with_triton_absent_cpu_runs_and_triton_says_why_not(self, absent):
+        out = self.python(
+            """
             import sys
-            sys.modules["triton"] = None  # what an import of a missing package looks like
+
+            class Refuses:
+                def find_spec(self, name, path=None, target=None):
+                    if name.partition(".")[0] == "triton":
+                        raise ImportError("refused")
+
+            if ABSENT == "missing":
+                sys.modules["triton"] = None  # what an import of a missing package looks like
+            else:
+                sys.meta_path.insert(0, Refuses())
             import torch, gdpa
             q = torch.randn(1, 4, 2, 8, requires_grad=True)
             gdpa.attention(q, q, q, activation=lambda s: torch.relu(s) ** 2 / 64).sum().backward()
@@ -412,7 +423,8 @@ class TestImports:
                 gdpa.attention(q, q, q, backend="triton")
             except gdpa.BackendUnavailable as error:
                 print(error)
-        """)
+        """.replace("ABSENT", repr(absent))
+        )
         first, second = out.splitlines()
         assert first.startswith("cpu | ")
         assert "not installed" in first

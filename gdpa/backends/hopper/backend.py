@@ -8,7 +8,6 @@ Importing this module needs no Triton: `supports` says so where it is missing.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from gdpa.backends.gpu import RAGGED, architecture
 from gdpa.problem import Problem
+from gdpa.schedule import is_installed
 
 if TYPE_CHECKING:
     from gdpa.backends.hopper.launch import Ready
@@ -28,9 +28,9 @@ HEAD_DIMENSIONS = (64, 128)
 
 @cache
 def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not is_installed("triton"):
         return "Triton is not installed"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
+    if not is_installed("triton.experimental.gluon"):
         return "this Triton has no Gluon; it needs Triton 3.6 or later"
     return None
 

@@ -5,23 +5,17 @@ Importing this module needs no Triton: `supports` says so where it is missing.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gdpa.problem import Problem
+from gdpa.schedule import is_installed
 
 if TYPE_CHECKING:
     from gdpa.backends.triton.run import ReadyBackward, ReadyForward
-
-
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:
@@ -30,7 +24,7 @@ def interpreted() -> bool:
 
 
 def supports(problem: Problem) -> str | None:
-    if not _installed():
+    if not is_installed("triton"):
         return "Triton is not installed"
     if problem.device.type == "cpu":
         if not interpreted():
