@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,16 @@ def offsets_from_lengths(lengths: Tensor, dtype: torch.dtype = torch.int32) -> T
     _check_lengths(lengths)
     if dtype not in (torch.int32, torch.int64):
         raise GdpaError(f"dtype: expected torch.int32 or torch.int64, got {dtype}")
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     # A look at values elsewhere costs a synchronisation, or there are none.
     if type(lengths) is Tensor and lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
         if int(lengths.min()) < 0:
             raise GdpaError(f"lengths: expected none below 0, got {int(lengths.min())}")
-        if int(offsets[-1]) > torch.iinfo(dtype).max:
-            raise GdpaError(f"dtype: expected one that holds the sum of lengths, {int(offsets[-1])}, got {dtype}")
-    return offsets.to(dtype)
+        total = sum(lengths.tolist())  # which a sum of tensors may not hold
+        if total > torch.iinfo(torch.int64).max:
+            raise GdpaError(f"lengths: expected a sum of at most 2^63 - 1, got {total}")
+        if total > torch.iinfo(dtype).max:
+            raise GdpaError(f"dtype: expected one that holds the sum of lengths, {total}, got {dtype}")
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(dtype)
 
 
 def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +40,7 @@ def pack(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         >>> packed.shape, offsets.tolist()
         (torch.Size([8, 4, 32]), [0, 3, 3, 8])
     """
-    if not isinstance(padded, Tensor) or padded.dim() < 2:
+    if not _is_ordinary(padded) or padded.dim() < 2:
         raise GdpaError(f"padded: expected a tensor of shape (B, S, ...), got {_describe(padded)}")
     _check_lengths(lengths)
     if lengths.shape[0] != padded.shape[0]:
@@ -55,14 +59,9 @@ def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> 
         >>> gdpa.unpack(torch.randn(8, 4, 32), torch.tensor([0, 3, 3, 8]), 5).shape
         torch.Size([3, 5, 4, 32])
     """
-    if not isinstance(packed, Tensor) or packed.dim() < 1:
+    if not _is_ordinary(packed) or packed.dim() < 1:
         raise GdpaError(f"packed: expected a tensor of shape (T, ...), got {_describe(packed)}")
-    if (
-        not isinstance(offsets, Tensor)
-        or offsets.dim() != 1
-        or offsets.shape[0] < 1
-        or offsets.dtype not in (torch.int32, torch.int64)
-    ):
+    if not _is_ordinary(offsets) or offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise GdpaError(f"offsets: expected an int32 or int64 tensor of shape (B + 1,), got {_describe(offsets)}")
     if isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 0:
         raise GdpaError(f"max_len: expected an integer of at least 0, got {max_len!r}")
@@ -82,14 +81,15 @@ def unpack(packed: Tensor, offsets: Tensor, max_len: int, fill: float = 0.0) -> 
 
 
 def _check_lengths(lengths: Tensor) -> None:
-    if (
-        not isinstance(lengths, Tensor)
-        or lengths.dim() != 1
-        or lengths.dtype.is_floating_point
-        or lengths.dtype.is_complex
-        or lengths.dtype == torch.bool
-    ):
-        raise GdpaError(f"lengths: expected an integer tensor of shape (B,), got {_describe(lengths)}")
+    # torch does not compare the other unsigned ones.
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if not _is_ordinary(lengths) or lengths.dim() != 1 or lengths.dtype not in integers:
+        raise GdpaError(f"lengths: expected an integer tensor of shape (B,), of uint8 or signed, got {_describe(lengths)}")
+
+
+def _is_ordinary(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor that has a shape and strides, neither nested nor sparse."""
+    return isinstance(value, Tensor) and not value.is_nested and value.layout == torch.strided
 
 
 def _is_of(dtype: torch.dtype, number: float) -> bool:
@@ -101,4 +101,6 @@ def _is_of(dtype: torch.dtype, number: float) -> bool:
 
 
 def _describe(value: object) -> str:
+    if isinstance(value, Tensor) and not _is_ordinary(value):
+        return "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -486,8 +486,22 @@ class TestJaggedHelpers:
         ):
             gdpa.offsets_from_lengths(long)
         assert gdpa.offsets_from_lengths(long, torch.int64).tolist() == [0, 2**31, 2**31 + 5]
+        with pytest.raises(gdpa.GdpaError, match=rf"^lengths: expected a sum of at most 2\^63 - 1, got {2**64}"):
+            gdpa.offsets_from_lengths(torch.full((4,), 2**62))  # 0 in the arithmetic of int64
 
-    @pytest.mark.parametrize("wrong", [[3, 4], torch.tensor([1.0]), torch.tensor(3), torch.tensor([True])], ids=repr)
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            [3, 4],
+            torch.tensor([1.0]),
+            torch.tensor(3),
+            torch.tensor([True]),
+            torch.tensor([1], dtype=torch.uint16),
+            torch.tensor([1]).to_sparse(),
+            torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged),
+        ],
+        ids=["list", "float", "number", "bool", "uint16", "sparse", "nested"],
+    )
     def test_wrong_lengths_are_refused(self, wrong):
         with pytest.raises(gdpa.GdpaError, match=r"^lengths: expected an integer tensor"):
             gdpa.offsets_from_lengths(wrong)
@@ -541,8 +555,10 @@ class TestJaggedHelpers:
     def test_pack_refuses_another_batch_and_rank(self):
         with pytest.raises(gdpa.GdpaError, match=r"^lengths: expected shape \(3,\)"):
             gdpa.pack(torch.randn(3, 5, 2), torch.tensor([1, 2]))
-        with pytest.raises(gdpa.GdpaError, match=r"^padded: "):
-            gdpa.pack(torch.randn(3), torch.tensor([1, 2, 3]))
+        nested = torch.nested.nested_tensor([torch.ones(2, 2)], layout=torch.jagged)
+        for padded in (torch.randn(3), torch.randn(3, 5).to_sparse(), nested):
+            with pytest.raises(gdpa.GdpaError, match=r"^padded: "):
+                gdpa.pack(padded, torch.tensor([1, 2, 3]))
 
     @pytest.mark.parametrize(
         ("arguments", "name"),
