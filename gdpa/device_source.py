@@ -36,7 +36,7 @@ from gdpa.lifting import lift
 from gdpa.lowering import Precision
 from gdpa.spelling import WITH_TANH, spelled
 
-GENERATOR_VERSION = 20
+GENERATOR_VERSION = 21
 
 
 @dataclass(frozen=True)
@@ -302,6 +302,7 @@ _TEMPLATES = {
     "sin": "tl.sin({0})",
     "cos": "tl.cos({0})",
     "erf": "tl.erf({0})",
+    "exact_erf": "tl.erf({0})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
     "add": "{0} + {1}",

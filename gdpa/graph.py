@@ -75,7 +75,7 @@ def _operations() -> dict[str, Operation]:
 
     add("neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal tanh sinh cosh tan sin cos", "f")
     add("sigmoid erf erfc floor ceil round trunc relu silu hardswish hardsigmoid mish detach", "f")
-    add_python("f", "f", False, log_sigmoid=functional.logsigmoid, normal_cdf=torch.special.ndtr)
+    add_python("f", "f", False, log_sigmoid=functional.logsigmoid, normal_cdf=torch.special.ndtr, exact_erf=torch.erf)
     add_python("ff", "f", True, add=operator.add, sub=operator.sub, mul=operator.mul, div=operator.truediv)
     add_python("ff", "f", True, pow=torch.pow)
     add_python("ff", "b", True, lt=operator.lt, le=operator.le, gt=operator.gt, ge=operator.ge)

@@ -1,7 +1,7 @@
 """Primitive-level graphs in the operations that a GPU has instructions for: the last step before device code, and before folding.
 
 Below float32 most functions become one special-function instruction and a product or two. Some of these err absolutely, by a share of 1,
-which a result that is rounded to 16 bits takes where it is a sum; beneath a logarithm, a root or a reciprocal it does not.
+which a result that is rounded to 16 bits takes where it is a sum; beneath a logarithm or a root, or in a quotient, it does not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def spelled(graph: Graph, precision: Precision) -> Graph:
         rule = rules.get(name)
         if precision in WITH_TANH and name == "sigmoid" and _centred(graph, operands[0]) and _in_sums_alone(graph, i):
             rule = _centred_sigmoid
-        if name in ("log1p", "expm1") and not _in_sums_alone(graph, i):
-            rule = None
+        if precision != "float32" and name in _FINER and not _in_sums_alone(graph, i):
+            rule = _FINER[name]
         terms = [Term(builder, x) for x in arguments]
         results[i] = builder.emit(name, *arguments) if rule is None else rule(*terms).operand
     return pruned(builder.statements, [results[x.index] if isinstance(x, Ref) else x for x in graph.outputs])
@@ -50,17 +50,16 @@ def _centred(graph: Graph, operand: Operand) -> bool:
 
 
 # What makes of a small number, and its error beside it, a large one.
-_MAGNIFYING = frozenset({"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"})
+_MAGNIFYING = frozenset({"log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"})
 
 
 def _in_sums_alone(graph: Graph, statement: int) -> bool:
-    """Whether what is made of a statement's result takes an absolute error of it: no logarithm, root or reciprocal of it does."""
+    """Whether what is made of a statement's result takes an absolute error of it: no logarithm, root or quotient of it does."""
     made = {statement}
     for i, (name, operands) in enumerate(graph.statements):
         if any(isinstance(x, Ref) and x.index in made for x in operands):
-            divisor = operands[1] if name in ("div", "pow") else None
-            below = name == "pow" or (isinstance(divisor, Ref) and divisor.index in made)
-            if name in _MAGNIFYING or below:
+            # A divisor of its own may be as small as it is, like that of expm1(s) / s.
+            if name in _MAGNIFYING or name == "pow" or (name == "div" and isinstance(operands[1], Ref)):
                 return False
             made.add(i)
     return True
@@ -69,6 +68,21 @@ def _in_sums_alone(graph: Graph, statement: int) -> bool:
 def _centred_sigmoid(x: Term) -> Term:
     # One special-function instruction; absolute error below 2^-12, on sm_90 5e-6, so not for arguments far below 0.
     return (x * 0.5).tanh() * 0.5 + 0.5
+
+
+def _finer_tanh(x: Term) -> Term:
+    # Exact to a few units in the last place, also near 0. From 20 on it is 1, and beyond 44 the quotient would be of infinities.
+    small = (x.minimum(20.0) * 2.0).expm1()
+    return small * (small + 2.0).reciprocal()
+
+
+# What is spelled otherwise where an error beside 1 is too large. Of erf and tanh these are not the approximations of their names.
+_FINER: dict[str, Callable[..., Term]] = {
+    "log1p": lambda x: x.log1p(),
+    "expm1": lambda x: x.expm1(),
+    "tanh": _finer_tanh,
+    "erf": lambda x: x.exact_erf(),
+}
 
 
 def _divide(x: Term, y: Term) -> Term:

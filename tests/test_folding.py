@@ -1,6 +1,7 @@
 """Activations with the scale folded in: their numbers in Triton's interpreter, and how many instructions they take."""
 
 import ast
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from gdpa.activations import Activation, activations
 from gdpa.folding import ONE as WHOLE
 from gdpa.folding import SCALE, Coefficient, Folded, fold, unfolded
 from gdpa.folding import WEIGHT as WEIGHTED
+from gdpa.graph import OPERATIONS
 from gdpa.lowering import Precision
 from gdpa.spelling import spelled
 
@@ -193,6 +195,42 @@ def test_what_is_small_stays_exact_beneath_a_logarithm_or_a_root(fn, precision):
     results = spelled(expression.pair_for(precision), precision).evaluate(s)
     for result, exact in zip(results, expression.value_and_derivative(s.double()), strict=True):
         torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", *HALVES])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s: torch.log(1.0 + torch.erf(s)),
+        lambda s: torch.log1p(torch.erf(s)),
+        lambda s: torch.sqrt(1.0 + torch.erf(s)),
+        lambda s: 1.0 / (1.01 + torch.erf(s)),
+        lambda s: torch.erf(s) / s,
+        lambda s: torch.log(1.0 - torch.tanh(s)),
+        lambda s: torch.log1p(torch.tanh(s)),
+        lambda s: torch.tanh(s) / s,
+        lambda s: torch.expm1(s) / s,
+        lambda s: torch.log1p(s.abs()) / s,
+    ],
+)
+def test_approximations_are_not_used_where_their_error_grows(monkeypatch, fn, precision):
+    """Beneath a logarithm or a root, and in a quotient, which may be of small numbers."""
+
+    def rough_tanh(x):
+        return torch.tanh(x) * (1 - 2**-11)
+
+    def rough_erf(x):
+        a = x.abs()
+        return torch.sign(x) * (1 - torch.exp2(a * (a * (a * -0.09103036 - 0.9536531) - 1.62219303)))
+
+    expression = Activation(fn).expression
+    s = torch.tensor([-2.5, -1.0, -0.01, -1e-3, 1e-3, 0.01, 0.5, 3.0])
+    exact = expression.value_and_derivative(s.double())
+    for name, rough in {"tanh": rough_tanh, "erf": rough_erf}.items():
+        monkeypatch.setitem(OPERATIONS, name, dataclasses.replace(OPERATIONS[name], torch=rough))
+    results = spelled(expression.pair_for(precision), precision).evaluate(s)
+    for result, wanted in zip(results, exact, strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize(
