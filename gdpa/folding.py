@@ -602,8 +602,8 @@ class _Folder(_Steps):
                 nodes.append(0.0)
             else:
                 return None
-        if not all(factor.equals(factors[0]) for factor in factors) or factors[0] == ONE:
-            return None
+        if not factors or not all(factor.equals(factors[0]) for factor in factors) or factors[0] == ONE:
+            return None  # without factors, both are zeros, of either sign
         assert isinstance(condition, Ref), "a constant condition is folded before"
         return self._choose(lambda: Scaled(self.emit("where", condition, *nodes), factors[0]), lambda: None)
 

@@ -197,6 +197,12 @@ def test_what_is_small_stays_exact_beneath_a_logarithm_or_a_root(fn, precision):
         torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-30)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_choice_between_zeros_of_both_signs(precision):
+    key = Activation(lambda s: torch.where(s > 0, 0.0, -0.0) * s).key
+    assert ", 0.0, 0.0)" in generate((key,), precision=precision)
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", *HALVES])
 @pytest.mark.parametrize(
     "fn",
