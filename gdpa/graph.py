@@ -182,8 +182,11 @@ class Graph:
                 frees[i].append(index)
         return tuple(map(tuple, frees))
 
-    def evaluate(self, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs at `s`, a tensor of any float dtype, shape and device; each has the shape and dtype of `s`."""
+    def evaluate(self, s: torch.Tensor, *, flushing: bool = False) -> tuple[torch.Tensor, ...]:
+        """The outputs at `s`, a tensor of any float dtype, shape and device; each has the shape and dtype of `s`.
+
+        With `flushing`, a result of a statement that is below the normal numbers of the dtype is zero, as a device's may be.
+        """
         results: dict[int, torch.Tensor] = {-1: s}
         for i, (name, operands) in enumerate(self.statements):
             operation = OPERATIONS[name]
@@ -192,6 +195,8 @@ class Graph:
             if name == "to_float":
                 arguments.append(s.dtype)
             results[i] = operation.torch(*arguments)
+            if flushing and operation.result == "f":
+                results[i] = results[i].masked_fill(results[i].abs() < torch.finfo(s.dtype).tiny, 0.0)
             for index in self._last_use[i]:
                 del results[index]
         return tuple(

@@ -126,6 +126,9 @@ def test_an_activation_cannot_be_changed():
         (lambda s: torch.log(1 + torch.exp(100 - 10 * s)), False),
         (lambda s: torch.sqrt(s * s + 1e-38), False),  # device code has no such numbers
         (lambda s: torch.sqrt(s * s + 1e-30), True),
+        (lambda s: torch.log(torch.exp(s - 88)), False),  # nor keeps exp(-88), below the normal ones
+        (lambda s: torch.sqrt(torch.exp(s - 88)), False),  # whose root has no slope
+        (lambda s: torch.log(torch.exp(s - 80)), True),
         (lambda s: torch.sqrt(functional.hardsigmoid(s - 4)), True),
         *((name, True) for name in NAMES),
     ],
