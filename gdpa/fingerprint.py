@@ -81,8 +81,11 @@ def _is_fixed(value: Any) -> bool:
     if isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         return True
     if isinstance(value, types.FunctionType):
-        # functools.wraps copies the wrapped function's module, and not the globals that the code reads.
-        return {_package(value.__module__), _package(value.__globals__.get("__name__"))} <= _FIXED_PACKAGES
+        # functools.wraps copies the wrapped function's module, which a partial has of functools, and not the globals that the code reads.
+        # What a closure holds may be of any module.
+        return (
+            not value.__closure__ and {_package(value.__module__), _package(value.__globals__.get("__name__"))} <= _FIXED_PACKAGES
+        )
     if isinstance(value, type):
         return _package(value.__module__) in _FIXED_PACKAGES
     return isinstance(value, (torch.dtype, torch.device, torch.layout))

@@ -573,6 +573,20 @@ def test_a_function_that_says_it_is_torchs_is_read_anew_where_it_is_not(monkeypa
     torch.testing.assert_close(gdpa.attention(x, x, x, wrapped), 3 * before)
 
 
+def scaled(s, factor):
+    return FACTOR * factor * s
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.enable_grad(), functools.partial(torch.compile, backend="eager")], ids=["decorator", "compile"]
+)
+def test_a_wrapper_of_torchs_around_a_partial_is_read_anew(monkeypatch, wrap):
+    x, fn = torch.randn(1, 4, 2, 8), wrap(functools.partial(scaled, factor=2.0))
+    before = gdpa.attention(x, x, x, fn)
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    torch.testing.assert_close(gdpa.attention(x, x, x, fn), 3 * before)
+
+
 @pytest.mark.parametrize("fn", [functional.softshrink, functional.hardshrink])
 def test_shrinking_keeps_nan(fn):
     graph = trace(fn).pair_for("float32")
