@@ -75,7 +75,9 @@ def _is_fixed(value: Any) -> bool:
     """A function or class of torch or the standard library, with no object bound to it."""
     if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
         owner = getattr(value, "__self__", None)
-        return owner is None or isinstance(owner, (types.ModuleType, type))
+        if isinstance(owner, types.ModuleType):
+            return _package(owner.__name__).removeprefix("_") in _FIXED_PACKAGES  # time.time is not; operator's are of _operator
+        return owner is None or isinstance(owner, type)
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return True
     if isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType)):

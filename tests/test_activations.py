@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 import pickle
 import subprocess
 import sys
@@ -299,6 +300,18 @@ def test_state_that_cannot_be_fingerprinted_is_traced_anew():
     scale.factor, numbers[0] = 7, 7
     for fn in (scale, scale.__call__, by_object, by_list):
         assert value_at_one(fn) == 7
+
+
+def test_what_a_function_of_the_interpreter_tells_is_asked_anew():
+    before = sys.getswitchinterval()
+    try:
+        for seconds in (0.25, 0.5):
+            sys.setswitchinterval(seconds)
+            assert value_at_one(lambda s: s * sys.getswitchinterval()) == seconds
+    finally:
+        sys.setswitchinterval(before)
+    assert fingerprint(operator.neg) is not None
+    assert fingerprint(lambda s: s * math.sin(2.0)) is not None
 
 
 def test_modules_of_torch_are_known_by_their_attributes():
