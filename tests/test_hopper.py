@@ -201,6 +201,22 @@ def test_inputs_that_cannot_be_described_are_copied(launched):
 
 
 @needs_triton
+@pytest.mark.parametrize(("rows", "batch"), [(1, 3), (5, 1)])
+def test_a_dimension_of_size_1_may_have_any_stride(launched, rows, batch):
+    """As in tensors whose rows come before their sequences: torch calls those with one row contiguous, whatever the distance of rows."""
+    case = make_case("dense", q_lengths=(rows,) * batch, k_lengths=(7,) * batch, heads=2, head_dim=64, dtype=torch.bfloat16)
+    q = torch.empty(rows, batch, 2, 64, dtype=torch.bfloat16).transpose(0, 1).copy_(case.inputs.q)
+    assert q.stride(0) != rows * q.stride(1)
+    assert q.is_contiguous()
+    for _ in range(2):
+        call(case, q=q)
+    for _, _, arguments in launched.calls:
+        descriptor = arguments[0]
+        read = descriptor.base.as_strided((batch * rows, 2, 64), (descriptor.strides[2], 64, 1))
+        assert torch.equal(read, case.inputs.q.reshape(-1, 2, 64))
+
+
+@needs_triton
 class TestTheBareLauncher:
     """Past `kernel.run`, the C function must be given what Triton would have given it."""
 

@@ -59,7 +59,7 @@ def mappable(x: Tensor) -> bool:
     """Whether a ragged descriptor can describe x: its rows, those of all sequences, lie at one distance."""
     shape, strides = x.shape, x.stride()
     rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
-    together = len(shape) == 3 or strides[0] == shape[1] * strides[1]
+    together = len(shape) == 3 or shape[0] == 1 or strides[0] == shape[1] * strides[1]
     return together and 0 < rows < RAGGED and strides[-3] > 0 and x.numel() > 0
 
 

@@ -235,7 +235,8 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
 def readable(x: Tensor) -> Tensor:
     """x, or a copy of it that a ragged descriptor can describe."""
     x = aligned(x)
-    return x if mappable(x) else x.contiguous()
+    # Not contiguous(), to which a dimension of size 1 may have any stride: queries (1, B, H, D), transposed, would stay as they are.
+    return x if mappable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
