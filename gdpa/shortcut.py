@@ -63,11 +63,11 @@ class ReadyBack(Protocol):
 class Back:
     """Ways back of which the same gradients are needed and whose tensors lie alike, whatever their numbers of rows."""
 
-    __slots__ = ("by_rows", "is_like", "needs")
+    __slots__ = ("by_rows", "is_like", "known_by")
 
-    def __init__(self, is_like: Callable[..., bool], needs: tuple[bool, ...]) -> None:
+    def __init__(self, is_like: Callable[..., bool], known_by: tuple[Any, ...]) -> None:
         self.is_like = is_like
-        self.needs = needs
+        self.known_by = known_by
         self.by_rows: dict[tuple[int, ...], ReadyBack] = {}
 
 
@@ -154,7 +154,9 @@ def _take_back(
     offsets = (cu_seqlens_q,) if cu_seqlens_k is cu_seqlens_q else (cu_seqlens_q, cu_seqlens_k)
     tensors = (d_out, q, k, v, *[x for x in (*offsets, scales) if x is not None])
     rows = tuple(map(Tensor.numel, tensors))
-    back = next((x for x in call.backs if x.needs == needs and x.is_like(*tensors)), None)
+    # Hooks may give the offsets of both sides back as two tensors where one was saved, and the guard raises for more than it knows.
+    known_by = (*needs, len(tensors))
+    back = next((x for x in call.backs if x.known_by == known_by and x.is_like(*tensors)), None)
     ready = None if back is None else back.by_rows.get(rows)
     if ready is None:
         # Others than the call's own tensors may have been saved, so that these are looked at as the call's were.
@@ -167,7 +169,7 @@ def _take_back(
             return None
         if back is None:
             packed = [offsets is not None for offsets in (cu_seqlens_q, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)]
-            back = Back(_guard(tensors, (*packed, True, True, True)), needs)
+            back = Back(_guard(tensors, (*packed, True, True, True)), known_by)
             if not back.is_like(*tensors):
                 return None
             call.backs = [back, *call.backs][:_MOST_CALLS]

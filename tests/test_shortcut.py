@@ -533,6 +533,20 @@ class TestTheWayBack:
             assert torch.equal(grad, same)
         assert [x.stride() for x in prepared[0][2:5]] == [unpack(x).stride() for x in inputs]
 
+    def test_saved_offsets_that_come_back_as_two_tensors(self, backs):
+        """As from torch.autograd.graph.save_on_cpu, of calls whose sides have one tensor of offsets."""
+        case = make_case(q_lengths=(5, 3), heads=2, head_dim=8)
+        case = case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q)
+        inputs = leaves(case.inputs)
+        *_, expected = self.back_and_forth(case, 3)
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+                out = case.call(*inputs)
+            assert_same(gradients(case, out, inputs), expected)
+            (again,) = self.back_and_forth(case)
+            assert_same(again, expected)
+        assert backs == ["ordinary"] + ["short"] * 6
+
     @pytest.fixture(autouse=True)
     def _patch(self, monkeypatch) -> None:
         self.patch = monkeypatch
