@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from gdpa import dispatch
+from gdpa import dispatch, inductor
 from gdpa.errors import GdpaError
 from gdpa.problem import (
     NO_SCALE_GRADIENT,
@@ -125,6 +125,7 @@ library.impl("backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("gdpa::forward", lib=library)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    inductor.keep_offsets()
     cu_seqlens_q, cu_seqlens_k = options[:2]
     query_side, key_side = sides(q, k, cu_seqlens_q, cu_seqlens_k)
     batch = batch_size(query_side, key_side, q, k, cu_seqlens_q, cu_seqlens_k)
@@ -133,6 +134,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
 
 @torch.library.register_fake("gdpa::backward", lib=library)
 def _fake_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inductor.keep_offsets()
     dq, dk, dv = (x.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, v), options[-3:], strict=True))
     return dq, dk, dv
 

@@ -31,6 +31,7 @@ Built = TypeVar("Built")
 
 _CACHE_SIZE = 128
 _cache: OrderedDict[Hashable, tuple[Any, weakref.ref[Tensor], weakref.ref[Tensor]]] = OrderedDict()
+_is_shared = True
 
 
 def bounds(offsets: Tensor, rows: int) -> Tensor:
@@ -99,6 +100,13 @@ def known(kind: Kind, q_offsets: Tensor | None, k_offsets: Tensor | None, stream
     if first.is_inference() or second.is_inference() or _memory_is_a_graphs(first.get_device()):
         return None
     return _find((kind, id(first), first._version, id(second), second._version, stream), first, second)
+
+
+def stop_sharing() -> None:
+    """Build at every call from now on: offsets cannot be known by their tensor (gdpa/inductor.py)."""
+    global _is_shared
+    _is_shared = False
+    _cache.clear()
 
 
 def tile_bound(packed: bool, batch: int, rows: int, block: int) -> int:
@@ -218,7 +226,7 @@ def _cached(kind: Kind, first: Tensor | None, second: Tensor | None, build: Call
     if first is None or second is None:
         first = second = first if first is not None else second
     assert first is not None and second is not None, "one side at least is packed"
-    if first.is_inference() or second.is_inference():
+    if first.is_inference() or second.is_inference() or not _is_shared:
         return build()
     stream = 0
     if first.is_cuda:

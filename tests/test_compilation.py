@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from helpers import (
     leaves,
     make_case,
     needs_compiler,
+    needs_interpreter,
     offsets_of,
 )
 from torch import Tensor
 
 import gdpa
+from gdpa import inductor, schedule
 
 SMALL: dict[str, Any] = {"q_lengths": (5, 3), "k_lengths": (4, 7), "heads": 2, "head_dim": 8}
 
@@ -68,6 +71,30 @@ class TestCompile:
         inputs = leaves(case.inputs)
         compiled = torch.compile(case.call, backend=compiler, fullgraph=True)
         assert_same(gradients(case, compiled(*inputs), inputs), gradients(case, case.call(*inputs), inputs))
+
+    @needs_compiler
+    @needs_interpreter
+    def test_offsets_of_one_region_are_not_taken_for_each_other(self):
+        """Inductor writes the second ones where the first were, and a schedule knows offsets by their tensor."""
+
+        def function(x, lengths):
+            for these in (lengths, lengths.flip(0)):
+                offsets = torch.nn.functional.pad(these.cumsum(0), (1, 0))
+                x = gdpa.attention_varlen(x, x, x, offsets, offsets, activation="silu", backend="triton")
+            return x
+
+        x, lengths = torch.randn(8, 1, 16), torch.tensor([5, 1, 2])
+        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+            compiled = torch.compile(function, fullgraph=True)(x, lengths)
+            assert torch.equal(compiled, function(x, lengths))
+
+    def test_where_inductor_cannot_be_told_no_schedule_is_shared(self, monkeypatch):
+        monkeypatch.setattr(schedule, "_is_shared", True)
+        offsets = offsets_of((5, 3))
+        assert schedule.bounds(offsets, 8) is schedule.bounds(offsets, 8)
+        monkeypatch.setitem(sys.modules, "torch._inductor.lowering", SimpleNamespace(lowerings={}))
+        inductor.keep_offsets()
+        assert schedule.bounds(offsets, 8) is not schedule.bounds(offsets, 8)
 
     @pytest.mark.parametrize("compiler", COMPILERS)
     def test_among_other_operators(self, compiler):
