@@ -209,7 +209,10 @@ def _find(key: Hashable, first: Tensor, second: Tensor) -> Any:
     # A new tensor may have the address of one that is gone.
     if hit is None or hit[1]() is not first or hit[2]() is not second:
         return None
-    _cache.move_to_end(key)
+    try:
+        _cache.move_to_end(key)
+    except KeyError:  # another thread has let go of it: those of autograd look here too
+        return None
     return hit[0]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -439,6 +439,21 @@ def test_inference_tensors_have_no_version_to_know_a_list_by(monkeypatch):
         cu = offsets(5, 6)
     schedule.lists(cu, cu, 2, 11, 11, 64, "queries")
     assert schedule.known(schedule.lists_kind(True, True, 2, 11, 11, 64, "queries"), cu, cu, 0) is None
+
+
+def test_a_schedule_that_another_thread_lets_go_of_meanwhile_is_built_again(monkeypatch):
+    monkeypatch.setattr(schedule, "_cache", OrderedDict())
+    cu = offsets(5, 6)
+    bounds = schedule.bounds(cu, 11)
+    ((key, (built, first, second)),) = schedule._cache.items()
+
+    def second_and_last():
+        schedule._cache.pop(key, None)
+        return second()
+
+    schedule._cache[key] = built, first, second_and_last
+    assert torch.equal(schedule.bounds(cu, 11), bounds)
+    assert schedule.bounds(cu, 11) is not built
 
 
 def test_a_freed_tensors_schedule_is_not_given_to_another_at_its_address():
