@@ -197,7 +197,7 @@ def remember(
     backend: str | None,
 ) -> None:
     """Note how a call runs that has just gone the ordinary way; `numbers` are the operator's arguments behind max_seqlen_k."""
-    if not _is_for(q) or _is_watched() or not _guards_hold():
+    if not _is_for(q) or _is_watched() or torch._C._are_functorch_transforms_active() or not _guards_hold():
         return
     key, tensors, scales = _known_by(
         q, k, v, cu_seqlens_q, cu_seqlens_k, activation, scale, out_scale, causal, window_size, deterministic, backend

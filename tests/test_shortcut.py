@@ -366,6 +366,17 @@ class TestWhatMustSeeTheOperator:
         assert ways == ["short", "short", "ordinary", "short"]
 
 
+def test_a_process_may_begin_under_vmap(ways):
+    """Where the guards cannot be tried out: torch.func refuses requires_grad_()."""
+    shortcut._guards_hold.cache_clear()
+    case = make_case(**SMALL)
+    q, k, v = (torch.stack((x, 2 * x)) for x in case.inputs[:3])
+    assert torch.func.vmap(case.call)(q, k, v).shape == (2, *case.problem.output_shape)
+    for _ in range(2):
+        case.call(*case.inputs[:3])
+    assert ways[-2:] == ["ordinary", "short"]
+
+
 class TestTheWayBack:
     """Gradients of calls that went the short way, from the second time on: a backend is ready once it has compiled for the first."""
 
