@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable
@@ -431,6 +432,23 @@ def test_a_named_backend_that_cannot_run_raises_its_reason_and_never_falls_back(
     with pytest.raises(gdpa.BackendUnavailable, match="float64"):
         gdpa.explain(**call, backend="triton")
     assert "float64" in gdpa.explain(**call).why_not["triton"]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"key_rows": 2**30}, "fewer than 1073741824 rows"),
+        ({"heads": 2**16, "kv_heads": 2**16, "head_dim": 128}, "rows of fewer than 8388608 elements"),
+        ({"heads": 2**16, "value_dim": 256}, "rows of fewer than 8388608 elements"),
+    ],
+    ids=["rows", "a row of queries", "a row of the output"],
+)
+def test_the_portable_kernels_take_what_they_count_in_32_bits(changes, reason):
+    small = dataclasses.replace(make_case(dtype=torch.bfloat16).problem, device=torch.device("cuda", 0))
+    assert dispatch.reason_against("triton", small) is None
+    large = dispatch.reason_against("triton", dataclasses.replace(small, **changes))
+    assert large is not None and reason in large
 
 
 def test_explain_goes_by_autocasts_dtype():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gdpa.lowering import Precision
+from gdpa.problem import Problem
 
 # The rows of a ragged descriptor's third dimension; the kernels know it too.
 RAGGED = 2**30
@@ -61,6 +62,16 @@ def mappable(x: Tensor) -> bool:
     rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
     together = len(shape) == 3 or shape[0] == 1 or strides[0] == shape[1] * strides[1]
     return together and 0 < rows < RAGGED and strides[-3] > 0 and x.numel() > 0
+
+
+def too_large(problem: Problem) -> str | None:
+    """Why the portable kernels cannot address a problem's tensors: they count rows, and address those of a tile, in 32 bits."""
+    if max(problem.query_rows, problem.key_rows) >= RAGGED:
+        return f"it addresses fewer than {RAGGED} rows"
+    row = problem.heads * max(problem.head_dim, problem.value_dim)
+    if row >= MOST_ROW_STRIDE:
+        return f"it takes rows of fewer than {MOST_ROW_STRIDE} elements, all heads counted, and they have {row}"
+    return None
 
 
 @cache

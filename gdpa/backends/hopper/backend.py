@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gdpa.backends.gpu import RAGGED, architecture
+from gdpa.backends.gpu import RAGGED, architecture, too_large
 from gdpa.problem import Problem
 from gdpa.schedule import is_installed
 
@@ -49,7 +49,7 @@ def supports(problem: Problem) -> str | None:
     sides = ((problem.query_side, problem.query_rows), (problem.key_side, problem.key_rows))
     if any(rows * (problem.batch if side != "packed" else 1) >= RAGGED for side, rows in sides):
         return f"it addresses fewer than {RAGGED} rows"
-    return None
+    return too_large(problem)
 
 
 def forward(

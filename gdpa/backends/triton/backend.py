@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gdpa.backends.gpu import too_large
 from gdpa.problem import Problem
 from gdpa.schedule import is_installed
 
@@ -36,7 +37,7 @@ def supports(problem: Problem) -> str | None:
     for name, size in (("q", problem.head_dim), ("v", problem.value_dim)):
         if not is_head_dimension(size):
             return f"the head dimension of {name} is {size}, and it takes multiples of 8 from 8 to 256"
-    return None
+    return too_large(problem)
 
 
 def is_head_dimension(size: int) -> bool:
