@@ -130,8 +130,8 @@ def attention_varlen(
     Args:
         cu_seqlens_q, cu_seqlens_k: offsets (B + 1,), int32 or int64, on q's device: sequence b is rows offsets[b]:offsets[b + 1].
             They may differ in dtype. What is derived from them is kept while the tensor lives and its version stands, so do not
-            change them through `.data`, numpy or a collective. Rows past offsets[-1] belong to no sequence; they are zeros in the
-            output and gradients.
+            change them through `.data`, numpy, a collective, a kernel of your own or the replay of a CUDA graph. Rows past offsets[-1]
+            belong to no sequence; they are zeros in the output and gradients.
         max_seqlen_q, max_seqlen_k: optional upper bounds of the lengths. Leaving them out costs no host synchronisation.
         The others are those of `gdpa.attention`.
 

@@ -219,8 +219,8 @@ def _find(key: Hashable, first: Tensor, second: Tensor) -> Any:
 def _cached(kind: Kind, first: Tensor | None, second: Tensor | None, build: Callable[[], Built]) -> Built:
     """Build once per identity and version of the tensors it is built from, so that the layers of a model share a schedule.
 
-    torch counts a version for every in-place operation, but not for writes through `.data`, numpy or a collective: offsets changed
-    that way must come as a new tensor.
+    torch counts a version for every in-place operation, but not for writes through `.data`, numpy, a collective, a kernel of the caller's
+    or the replay of a CUDA graph: offsets changed that way must come as a new tensor.
 
     While a CUDA graph is captured it is always built, inside the capture: a replay reads offsets that changed since. Inference
     tensors have no version, so nothing is kept for them either.
