@@ -619,6 +619,8 @@ class TestWindows:
             ("dense", {"window_size": (10, 0)}, False, "BOTH"),
             ("packed", {"causal": True}, True, "RIGHT"),
             ("packed", {"causal": True}, False, "BOTH"),
+            ("packed", {"window_size": (-1, 28), "tail": (0, 100)}, True, "BOTH"),
+            ("packed", {"causal": True, "tail": (0, 100)}, True, "RIGHT"),
             ("dense-key", {"causal": True}, False, "BOTH"),
         ],
     )

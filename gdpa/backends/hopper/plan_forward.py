@@ -135,5 +135,7 @@ def way_of_window(problem: Problem, same: bool) -> int:
     dense = "packed" not in (problem.query_side, problem.key_side)
     if left < 0 and right < 0:
         return int(NO_WINDOW.value)
-    on_edge = (problem.key_rows - problem.query_rows + right) % BLOCK_N == 0 and (dense or same)
+    # Packed buffers may have more rows than their sequences, one more than the other.
+    diagonal = problem.key_rows - problem.query_rows if dense else 0
+    on_edge = (diagonal + right) % BLOCK_N == 0 and (dense or same)
     return int((RIGHT if left < 0 and on_edge else BOTH).value)
