@@ -197,7 +197,9 @@ def remember(
     backend: str | None,
 ) -> None:
     """Note how a call runs that has just gone the ordinary way; `numbers` are the operator's arguments behind max_seqlen_k."""
-    if not _is_for(q) or _is_watched() or torch._C._are_functorch_transforms_active() or not _guards_hold():
+    if not _is_for(q) or not _watchers_are_seen() or _is_watched():
+        return
+    if torch._C._are_functorch_transforms_active() or not _guards_hold():
         return
     key, tensors, scales = _known_by(
         q, k, v, cu_seqlens_q, cu_seqlens_k, activation, scale, out_scale, causal, window_size, deterministic, backend
@@ -353,10 +355,15 @@ def _guard(tensors: tuple[Tensor, ...], are_open: tuple[bool, ...]) -> Callable[
 
 
 @cache
+def _watchers_are_seen() -> bool:
+    """Whether this torch has what `_is_watched` asks, which is not public; without it all goes the ordinary way."""
+    names = ("_len_torch_dispatch_stack", "_len_torch_function_stack", "_get_function_stack_at")
+    return all(hasattr(torch._C, name) for name in names) and hasattr(torch._C._autograd, "_profiler_enabled")
+
+
+@cache
 def _guards_hold() -> bool:
     """Whether this torch's guards, which are not public, are what is thought of them here; without them all goes the ordinary way."""
-    if not hasattr(torch._C, "_len_torch_dispatch_stack") or not hasattr(torch._C, "_len_torch_function_stack"):
-        return False
     zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
     with torch.inference_mode(False):
         x, y = zeros(4, 2, 8), zeros(4, 2, 8)

@@ -676,6 +676,19 @@ def test_without_the_guards_all_go_the_ordinary_way(ways, monkeypatch):
     assert ways == ["ordinary"] * 3
 
 
+def test_without_what_sees_watchers_all_go_the_ordinary_way(ways, monkeypatch):
+    monkeypatch.delattr(torch._C, "_get_function_stack_at")
+    shortcut._watchers_are_seen.cache_clear()
+    case = make_case(**SMALL)
+    try:
+        with torch.device("cpu"):
+            for _ in range(3):
+                case.call(*case.inputs[:3])
+    finally:
+        shortcut._watchers_are_seen.cache_clear()
+    assert ways == ["ordinary"] * 3
+
+
 def test_where_the_backend_declines_the_call_goes_the_ordinary_way(ways, monkeypatch):
     case = make_case(**SMALL)
     inputs = leaves(case.inputs)
