@@ -40,8 +40,8 @@ from gdpa.backends.hopper.plan_backward import (
 from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 
-# Programs whose tiles may wait for one another where results must not depend on the device: every Hopper GPU has 114 multiprocessors
-# or more. Elsewhere all of the device's do.
+# Programs whose tiles may wait for one another where results must not depend on the device: an H100 or H200 has 114 multiprocessors
+# or more. Of one that has fewer, an H20's 78 or a part of a divided GPU, all do, and sums may differ. Elsewhere all of the device's do.
 FEWEST_MULTIPROCESSORS = 112
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
