@@ -203,6 +203,11 @@ def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypat
     assert "| case | gdpa-hopper silu | gdpa-hopper gelu | cudnn (softmax) |" in page
     assert "| self-8 | 600 [0.88] | 600 [0.88] | 500 [0.88] |" in page
     assert "fa3" not in table + page
+    beside_gelu = cudnn | {"activation": "gelu", "tflops": 610.0, "fraction_of_floor": 0.9}
+    (tmp_path / "h200-forward.json").write_text(json.dumps(data | {"rows": [*data["rows"], beside_gelu]}))
+    assert "| self-8 | 600, 600 [0.88, 0.88] | 610 [0.90] cudnn |" in readme.tables()[0]
+    assert "| self-8 | 600 [0.88] | 600 [0.88] | 610 [0.90] |" in readme.page()
+    (tmp_path / "h200-forward.json").write_text(json.dumps(data))
     both = [row | {"mode": "backward"}, row | {"mode": "backward", "provider": "gdpa-triton", "ms": 1.25, "tflops": 300.0}]
     (tmp_path / "h200-backward.json").write_text(json.dumps(data | {"rows": both}))
     (table,) = readme.tables()
