@@ -184,7 +184,7 @@ def test_every_results_file_is_whole_and_says_how_it_was_made():
 
 
 def test_tables_of_measured_figures_come_from_the_files_that_are_there(monkeypatch, tmp_path):
-    """What is absent is not shown, and kernels that were timed under two names are shown once."""
+    """What is absent is not shown, and of softmax, which has no activation, the best."""
     from gdpa.bench import readme
 
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
