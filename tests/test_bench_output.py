@@ -355,10 +355,29 @@ def test_lists_beside_the_rows_have_their_tables():
 
 
 @pytest.mark.parametrize(
-    ("ms", "text"), [(None, "-"), (0.0123, "12.3 us"), (1.5, "1.5 ms"), (999.0, "999 ms"), (61_000.0, "61.00 s")]
+    ("ms", "text"),
+    [
+        (None, "-"),
+        (0.0123, "12.3 us"),
+        (0.99973, "1 ms"),
+        (1.5, "1.5 ms"),
+        (999.0, "999 ms"),
+        (999.7, "1.00 s"),
+        (61_000.0, "61.00 s"),
+        (-142.0, "-142 ms"),
+    ],
 )
 def test_durations_read_naturally(ms, text):
     assert tables.duration(ms) == text
+
+
+def test_large_figures_have_no_exponent():
+    fast = replace(row(), tflops=1145.4)
+    rate = {"median": 1599.6, "lowest": 1400.0, "highest": 1650.0, "unit": "TFLOP/s"}
+    assert " 1145 " in text_of(lambda console: tables.show(Report(head(), [fast]), console))
+    assert ">1145 [" in page.page(Report(head(), [fast]))
+    assert tables.rate(rate) == "1600 TFLOP/s (1400 to 1650 over the run)"
+    assert [tables.size(count) for count in (999, 999_700, 2_500_000_000_000)] == ["999 B", "1 MB", "2500 GB"]
 
 
 def test_the_time_left_follows_what_is_done():

@@ -13,7 +13,7 @@ from gdpa.bench import plot
 from gdpa.bench.cases import MODES
 from gdpa.bench.providers import in_order, is_own, label
 from gdpa.bench.report import EXTRAS, Report, Row
-from gdpa.bench.tables import describe, duration, legend, rate, size
+from gdpa.bench.tables import describe, duration, figures, legend, rate, size
 from gdpa.files import replacing
 
 STYLE = """
@@ -70,7 +70,7 @@ def _summaries(report: Report) -> list[str]:
     for mode, activation in panels:
         rows = [row for row in timed if (row.mode, row.activation) == (mode, activation)]
         names = in_order(row.provider for row in rows)
-        cells = {(row.case, row.provider): f"{row.tflops:.3g} [{_share(row)}]" for row in rows if row.tflops is not None}
+        cells = {(row.case, row.provider): f"{figures(row.tflops)} [{_share(row)}]" for row in rows if row.tflops is not None}
         head = "".join(f"<th>{escape(label(name))}</th>" for name in names)
         lines = [
             f'<tr><td class="name">{escape(case)}</td>{"".join(f"<td>{cells.get((case, name), chr(8211))}</td>" for name in names)}</tr>'
@@ -144,8 +144,8 @@ def _table(rows: list[Row]) -> str:
                 "" if row.error is None else f"{row.error:.1e}",
             ]
             names = f'<td class="name">{mode if index == 0 else ""}</td><td class="name">{escape(label(row.provider))}</td>'
-            figures = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            body.append(f'<tr class="{" ".join(kinds)}">{names}{figures}<td class="note">{escape(row.note or "")}</td></tr>')
+            values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            body.append(f'<tr class="{" ".join(kinds)}">{names}{values}<td class="note">{escape(row.note or "")}</td></tr>')
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 

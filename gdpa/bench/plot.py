@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from gdpa.bench.cases import MODES, SUFFIXES
 from gdpa.bench.providers import ELSEWHERE, SOFTMAX, in_order, label
 from gdpa.bench.report import Report, Row
+from gdpa.bench.tables import figures
 from gdpa.files import replacing
 
 # gdpa in strong colours, other implementations of such attention in pale ones, softmax yardsticks in greys.
@@ -117,7 +118,7 @@ def _panel(axis: Axes, title: str, groups: list[list[Row]], by_floor: bool, smal
             hatch = "////" if base in SOFTMAX else "...." if elsewhere else None
             x, colour = start + place, COLOURS.get(base, INK)
             axis.bar(x, value, 0.9, color=colour, label=label(row.provider), hatch=hatch, edgecolor="white", linewidth=0, zorder=2)
-            text = "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}"
+            text = "" if row.tflops is None else figures(row.tflops * per_tflops)
             axis.annotate(
                 text, (x, value), (0, 2), textcoords="offset points", rotation=90, ha="center", va="bottom",
                 fontsize=7, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3}, zorder=3,

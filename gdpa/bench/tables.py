@@ -96,7 +96,7 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> Table:
         "spread": lambda row: "" if row.spread is None else f"{row.spread:.0%}",
         "vs eager": lambda row: against(row, "eager", 2),
         "vs here": lambda row: against(row, row.provider.split(ELSEWHERE)[0], 3),
-        unit: lambda row: "" if row.tflops is None else f"{row.tflops * per_tflops:.3g}",
+        unit: lambda row: "" if row.tflops is None else figures(row.tflops * per_tflops),
         "/floor": lambda row: "" if row.fraction_of_floor is None else f"{row.fraction_of_floor:.2f}",
         "host": lambda row: "" if row.host_us is None else f"{row.host_us:.0f} us",
         "memory": lambda row: size(row.peak_bytes),
@@ -176,13 +176,20 @@ def describe(facts: dict[str, object]) -> str:
 
 
 def _work(flops: float) -> str:
-    return f"{flops / 1e9:.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:.3g} TFLOP"
+    return f"{figures(flops / 1e9)} GFLOP" if flops < 1e12 else f"{figures(flops / 1e12)} TFLOP"
+
+
+def figures(value: float) -> str:
+    """Three figures, or all of a larger number: 1234, where the format `.3g` has 1.23e+03."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def duration(ms: float | None) -> str:
+    """Of what is measured; a difference may be negative."""
     if ms is None:
         return "-"
-    return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
+    large = abs(ms)
+    return f"{ms / 1e3:.2f} s" if large >= 999.5 else f"{ms:.3g} ms" if large >= 0.9995 else f"{ms * 1e3:.3g} us"
 
 
 def size(count: int | None) -> str:
@@ -190,10 +197,10 @@ def size(count: int | None) -> str:
         return ""
     value = float(count)
     for unit in ("B", "KB", "MB"):
-        if value < 1000:
+        if value < 999.5:
             return f"{value:.3g} {unit}"
         value /= 1000
-    return f"{value:.3g} GB"
+    return f"{figures(value)} GB"
 
 
 def rate(facts: dict[str, Any]) -> str:
@@ -201,7 +208,8 @@ def rate(facts: dict[str, Any]) -> str:
     small = facts["median"] < 1
     values = [facts[name] * (1e3 if small else 1) for name in ("median", "lowest", "highest")]
     unit = facts["unit"].replace("T", "G", 1) if small else facts["unit"]
-    return f"{values[0]:.3g} {unit} ({values[1]:.3g} to {values[2]:.3g} over the run)"
+    median, lowest, highest = (figures(value) for value in values)
+    return f"{median} {unit} ({lowest} to {highest} over the run)"
 
 
 def lines(facts: Iterable[tuple[str, str]]) -> str:

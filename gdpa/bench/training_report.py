@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gdpa.bench.tables import duration, size
+from gdpa.bench.tables import duration, figures, size
 from gdpa.errors import GdpaError
 from gdpa.files import replacing
 
@@ -121,7 +121,7 @@ def show(data: dict[str, Any], console: Console) -> None:
             known = facts[model]
             console.print(
                 f"[dim]batch {known['batch']}, {known['events']:,} events, {lengths} histories, the longest {known['longest']}, "
-                f"{known['parameters']:,} parameters, {known['step_flops'] / 1e12:.3g} TFLOP a step, {data['header']['dtype']}[/dim]"
+                f"{known['parameters']:,} parameters, {figures(known['step_flops'] / 1e12)} TFLOP a step, {data['header']['dtype']}[/dim]"
             )
         console.print(_table(rows))
         for line in _ratios(rows):
@@ -130,7 +130,8 @@ def show(data: dict[str, Any], console: Console) -> None:
             text = "; ".join(part for part in (row["error"], row["note"]) if part)
             if text:
                 console.print(f"{row['provider']}: {text}", style="dim", markup=False)
-    console.print("\n[dim]" + "\n".join(LEGEND) + "[/dim]")
+    legend = [line for line in LEGEND if not line.startswith("memory:") or any(row["peak_bytes"] for row in data["rows"])]
+    console.print("\n[dim]" + "\n".join(legend) + "[/dim]")
 
 
 def _ratios(rows: list[dict[str, Any]]) -> list[str]:
