@@ -74,6 +74,16 @@ def test_readmes_measured_tables_are_those_of_the_results():
     assert (ROOT / "docs" / "results.md").read_text() == page(), "run: python -m gdpa.bench.readme"
 
 
+def test_asking_for_help_writes_no_tables(monkeypatch, tmp_path, capsys):
+    from gdpa.bench import readme
+
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["readme", "--help"])
+    with pytest.raises(SystemExit):
+        readme.main()
+    assert "results/" in capsys.readouterr().out
+
+
 def test_figures_quoted_from_the_h200s_files_are_theirs():
     """Prose in docs/ that names these files: measured again, the sentences must be written again."""
     forward, backward, narrow, causal = (

@@ -231,6 +231,7 @@ def bf16_product() -> dict[str, Any]:
 
 
 def _child(connection: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both: what is to be said of it, the parent says
     connection.send(function(*arguments))
 
 
@@ -298,8 +299,8 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def run(quick: bool, console: Console) -> list[Row]:
-    rows = []
+def run(quick: bool, console: Console, rows: list[Row]) -> None:
+    """Measure into `rows`, which has what there is if this is stopped."""
     for dtype in DTYPES:
         for activation in ACTIVATIONS:
             in_a_process(check, dtype, activation)
@@ -337,7 +338,6 @@ def run(quick: bool, console: Console) -> list[Row]:
                 )
                 rows.append(row)
                 console.print(f"{batch.name}, {dtype}, {activation}: {row.speedup:.2f}x", highlight=False)
-    return rows
 
 
 def table(rows: list[Row]) -> Table:
@@ -363,9 +363,10 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
-def main() -> None:
+def main() -> int:
+    """Exit status: 0, or 130 on Ctrl-C, after which the rows so far are printed and no file is written."""
     parser = argparse.ArgumentParser(prog="python -m gdpa.bench.cpu_ratio", description="CPU backend against padded eager")
-    parser.add_argument("--quick", action="store_true", help="small batches, a few seconds")
+    parser.add_argument("--quick", action="store_true", help="smaller batches, a few minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write {header, rows} here")
     arguments = parser.parse_args()
     if arguments.json:
@@ -377,13 +378,21 @@ def main() -> None:
     if not console.is_terminal:
         console = Console(width=132)
     multiprocessing.set_forkserver_preload(["torch", "gdpa", "gdpa.numerics", "rich.table"])
-    cap_isa_if_amx_is_broken(console)
-    rows = run(arguments.quick, console)
+    rows: list[Row] = []
+    try:
+        cap_isa_if_amx_is_broken(console)
+        run(arguments.quick, console, rows)
+    except KeyboardInterrupt:
+        if rows:
+            console.print(table(rows))
+        console.print("interrupted: these are the rows so far" if rows else "interrupted")
+        return 130
     console.print(table(rows))
     if arguments.json:
         with replacing(arguments.json) as partial:
             partial.write_text(json.dumps({"header": header(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

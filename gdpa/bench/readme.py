@@ -7,6 +7,7 @@ A file that is not there is not shown. A test fails where the two pages differ f
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -276,6 +277,9 @@ def written(text: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m gdpa.bench.readme", description="Write README's tables and docs/results.md from the files in results/."
+    ).parse_args()
     readme = ROOT / "README.md"
     readme.write_text(written(readme.read_text()))
     (ROOT / "docs" / "results.md").write_text(page())
