@@ -219,9 +219,18 @@ def test_a_file_with_a_wrong_value_is_refused_by_its_name(tmp_path, change):
     ((key, value),) = change.items()
     with pytest.raises(GdpaError, match=rf"--show: expected .* for {key} in every row, got {re.escape(repr(value))} in"):
         report.load(path, "--show")
-    path.write_text(json.dumps({"header": {"cases": [1]}, "rows": []}))
-    with pytest.raises(GdpaError, match=r"for cases, got \[1\]"):
-        report.load(path, "--show")
+    for name, value in [
+        ("cases", [1]),
+        ("cases", {"self-8": 3}),
+        ("cases", {"self-8": {"batch": 1, "heads": 1, "dim": 8, "rows": 8, "bytes": {}}}),
+        ("R", "fast"),
+        ("W", {"median": 1.0, "unit": "TB/s"}),
+        ("clocks", "x"),
+        ("clocks", {"sm_mhz": "x"}),
+    ]:
+        path.write_text(json.dumps({"header": {name: value}, "rows": []}))
+        with pytest.raises(GdpaError, match=rf"--show: expected .* for {name}, got {re.escape(repr(value))} in"):
+            report.load(path, "--show")
     path.write_text("[" * 100000)
     with pytest.raises(GdpaError, match="--show: expected JSON"):
         report.load(path, "--show")

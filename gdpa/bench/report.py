@@ -145,8 +145,15 @@ def load(path: Path, argument: str) -> dict[str, Any]:
     for name in ("cold", "graph", "schedule"):
         if not isinstance(data.get(name, []), list):
             raise GdpaError(f"{argument}: expected a list for {name}, got {data[name]!r} in {path}")
-    if not isinstance(data["header"].get("cases", {}), dict):
-        raise GdpaError(f"{argument}: expected a case's sizes by its name for cases, got {data['header']['cases']!r} in {path}")
+    head = data["header"]
+    if not isinstance(head.get("cases", {}), dict) or not all(_is_a_case(case) for case in head.get("cases", {}).values()):
+        raise GdpaError(f"{argument}: expected a case's sizes by its name for cases, got {head['cases']!r} in {path}")
+    for name in ("R", "R_rested", "W"):
+        if head.get(name) is not None and not _is_a_rate(head[name]):
+            raise GdpaError(f"{argument}: expected median, lowest, highest and unit for {name}, got {head[name]!r} in {path}")
+    clocks = head.get("clocks") or {}
+    if not isinstance(clocks, dict) or not all(_is_a_number(value) for value in clocks.values()):
+        raise GdpaError(f"{argument}: expected numbers by their names for clocks, got {clocks!r} in {path}")
     return data
 
 
@@ -159,7 +166,30 @@ def _fits(key: str, value: Any) -> bool:
         return value in ("forward", "backward", "both")
     if key in _NAMES or (key == "note" and value is not None):
         return isinstance(value, str)
+    return _is_a_number(value)
+
+
+def _is_a_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _is_a_rate(value: Any) -> bool:
+    numbers = ("median", "lowest", "highest")
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("unit"), str)
+        and all(value.get(name) is not None and _is_a_number(value[name]) for name in numbers)
+    )
+
+
+def _is_a_case(value: Any) -> bool:
+    """What `run.summary` makes, as far as tables read it."""
+    if not isinstance(value, dict) or not {"batch", "heads", "dim", "rows"} <= set(value):
+        return False
+    flops, moved = value.get("flops"), value.get("bytes")
+    if not isinstance(flops, dict) or not isinstance(moved, dict) or not set(flops) <= set(moved):
+        return False
+    return all(isinstance(count, int | float) for count in (*flops.values(), *moved.values()))
 
 
 # What must be the same for rows of two runs to stand in one table.
