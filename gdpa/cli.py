@@ -306,7 +306,7 @@ def _check(options: argparse.Namespace) -> int:
         table.add_column(name, no_wrap=True)
     for name in ("out", "dq", "dk", "dv"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", max_width=tables.NOTE_WIDTH)
     ran = failures = 0
     left_out: dict[tuple[str, str], list[str]] = {}
     for backend in backends:
@@ -329,7 +329,7 @@ def _check(options: argparse.Namespace) -> int:
                 table.add_row(backend, label, line.activation, *cells, verdict, style=None if line.passed else "red")
             table.add_section()
     if ran:
-        console.print(table)
+        tables.print_whole(table, console)
         console.print("[dim]relative error, and the share of its budget that is used; the worst of four forms[/dim]")
     for (backend, reason), labels in left_out.items():
         console.print(f"not checked: {backend} in {', '.join(labels)}: {reason}")

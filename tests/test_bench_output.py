@@ -357,6 +357,24 @@ def test_columns_that_nobody_fills_are_left_out():
     assert "host" not in text
 
 
+def test_no_figure_is_cut_off_in_a_narrow_terminal(tmp_path):
+    path = tmp_path / "rows.json"
+    Report(head(), [row(ms=123.4)]).write(path)
+    text = text_of(lambda console: compare.compare(path, path, 0.05, console), width=40)
+    assert "123 ms" in text
+    assert "0.50 -> 0.50" in text
+    assert "+0.0%" in text
+    console = Console(width=40, file=io.StringIO())
+    tables.print_whole(tables.list_cases([Case.named("self-20-jag", Size(3, 2, 8))], 4), console)
+    assert "backward GFLOP" in console.file.getvalue()
+    graph = [{"case": "self-8", "mode": "forward", "activation": "gelu_tanh", "provider": "gdpa-hopper", "ms": 25.0, "note": None}]
+    tables.show(Report(head(), [row(ms=123.4)], graph=graph), console)
+    assert "25 ms" in console.file.getvalue()
+    assert "gdpa-hopper" in console.file.getvalue()
+    assert "…" not in text + console.file.getvalue()
+    assert console.width == 40
+
+
 def test_lists_beside_the_rows_have_their_tables():
     cold = [{"case": "self-8", "activation": "gelu", "provider": "gdpa-cpu", "ms": 2500.0, "note": None}]
     text = text_of(lambda console: tables.show(Report(head(), cold=cold), console))

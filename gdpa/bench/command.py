@@ -86,7 +86,7 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
     plan = _plan(options, device)
     if options.list:
         console.print(_size_line(plan))
-        console.print(tables.list_cases(plan.cases, plan.dtype.itemsize))
+        tables.print_whole(tables.list_cases(plan.cases, plan.dtype.itemsize), console)
         console.print("[dim]any sizes may stand in a name: self-384, causal-700-jag, pffn-512x64-tail, pma-16x300-jag[/dim]")
         return 0
     header = _header(plan, options)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from gdpa.bench.providers import label
 from gdpa.bench.report import load
-from gdpa.bench.tables import duration
+from gdpa.bench.tables import duration, print_whole
 from gdpa.errors import GdpaError
 
 Key = tuple[str, str, str, str]
@@ -60,7 +60,7 @@ def compare(before: Path, after: Path, threshold: float, console: Console) -> in
         times = duration(before_row["ms"]), duration(after_row["ms"])
         table.add_row(*key[:3], label(key[3]), *times, shares, f"{ratio - 1:+.1%}", word, style=style)
     if table.row_count:
-        console.print(table)
+        print_whole(table, console)
     by_time = sum(ratio is not None and not same_floor(old[key], new[key]) for key, ratio in rows)
     if by_time:
         console.print(

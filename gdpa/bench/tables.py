@@ -46,7 +46,7 @@ def show(report: Report, console: Console) -> None:
             console.print(f"[dim]{describe(cases[case])}[/dim]")
         table = _fitting(rows, console)
         shown |= {str(column.header) for column in table.columns}
-        console.print(table)
+        print_whole(table, console)
         for text, about in _notes(rows).items():
             failed = any(row.failed for row in rows if row.note == text)
             console.print(f"{', '.join(about)}: {text}", style="red" if failed else "dim", markup=False)
@@ -70,15 +70,30 @@ def _notes(rows: list[Row]) -> dict[str, list[str]]:
 
 # What a narrow terminal does without, first to last; the JSON has it all.
 DROPPED = ("spread", "host", "memory")
+NOTE_WIDTH = 60  # of a column of notes, beyond which they wrap
 
 
 def _fitting(rows: list[Row], console: Console) -> Table:
-    boundless = console.options.update(width=500)  # a measurement never exceeds the width it is given
     for count in range(len(DROPPED) + 1):
         table = _table(rows, DROPPED[:count])
-        if console.measure(table, options=boundless).maximum <= console.width:
+        if _width(table, console) <= console.width:
             break
     return table
+
+
+def _width(table: Table, console: Console) -> int:
+    boundless = console.options.update(width=500)  # a measurement never exceeds the width it is given
+    return console.measure(table, options=boundless).maximum
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """Print it with all its figures: where they do not fit a terminal wraps the lines, which is better than cutting numbers off."""
+    width = console.width
+    console.width = max(width, _width(table, console))
+    try:
+        console.print(table)
+    finally:
+        console.width = width
 
 
 def _table(rows: list[Row], without: tuple[str, ...]) -> Table:
@@ -131,10 +146,11 @@ def _show_extras(report: Report, console: Console) -> None:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title=title, title_justify="left")
         keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
         for key in keys:
-            table.add_column("time" if key == "ms" else key.replace("_", " "), justify="right" if key == "ms" else "left")
+            name = "time" if key == "ms" else key.replace("_", " ")
+            table.add_column(name, justify="right" if key == "ms" else "left", max_width=NOTE_WIDTH)
         for row in rows:
             table.add_row(*(_cell(key, row[key]) for key in keys))
-        console.print(table)
+        print_whole(table, console)
 
 
 def _cell(key: str, value: object) -> str:
@@ -151,8 +167,8 @@ def list_cases(cases: Iterable[Case], itemsize: int) -> Table:
         table.add_column(name, no_wrap=True)
     modes: tuple[Mode, ...] = ("forward", "backward")
     for mode in modes:
-        table.add_column(f"{mode} GFLOP", justify="right")
-        table.add_column("bytes", justify="right")
+        table.add_column(f"{mode} GFLOP", justify="right", no_wrap=True)
+        table.add_column("bytes", justify="right", no_wrap=True)
     for case in cases:
         varying = {"dense": f"{case.length}"}.get(case.lengths, f"{case.lengths} to {case.length}")
         queries, keys = {

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gdpa.bench.tables import duration, figures, size
+from gdpa.bench.tables import duration, figures, print_whole, size
 from gdpa.errors import GdpaError
 from gdpa.files import replacing
 
@@ -123,7 +123,7 @@ def show(data: dict[str, Any], console: Console) -> None:
                 f"[dim]batch {known['batch']}, {known['events']:,} events, {lengths} histories, the longest {known['longest']}, "
                 f"{known['parameters']:,} parameters, {figures(known['step_flops'] / 1e12)} TFLOP a step, {data['header']['dtype']}[/dim]"
             )
-        console.print(_table(rows))
+        print_whole(_table(rows), console)
         for line in _ratios(rows):
             console.print(line)
         for row in rows:
