@@ -308,6 +308,15 @@ def test_a_threshold_decides_and_rows_of_one_file_are_listed(tmp_path):
     assert "after.json: self-9 forward gelu fa3" in text
 
 
+def test_a_comparison_of_other_sizes_says_so(tmp_path):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, dim in zip(paths, (64, 128), strict=True):
+        Report(head(dim=dim, batch=3), [row()]).write(path)
+    text = text_of(lambda console: compare.compare(*paths, 0.05, console), width=500)
+    assert f"not the same dim: 64 in {paths[0]}, 128 in {paths[1]}" in text
+    assert text.count("not the same") == 1
+
+
 def test_files_with_nothing_in_common_are_refused(tmp_path):
     with pytest.raises(GdpaError, match="--compare"):
         compared(tmp_path, [row()], [row("eager")])

@@ -287,11 +287,27 @@ def test_a_rank_of_torchrun_ends_without_the_interpreters_own_end(monkeypatch):
         (["--show", "rows.json", "--report", "./rows.json"], "--report: expected another file than that of --show, which it would"),
         (["--compare", "a.json", "b.json", "--json", "c.json"], "--json: expected without --compare"),
         (["--show", "a.json", "--json", "c.json"], "--json: expected without --show"),
+        (["--compare", "a.json", "b.json", "--show", "c.json"], "--show: expected without --compare"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bench_refuses_before_it_measures(options, message, capsys):
     assert cli.main([*SMALL, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--show", "a.json", "--case", "self-8"], "--case: expected without --show"),
+        (["--show", "a.json", "--memory"], "--memory: expected without --show"),
+        (["--show", "a.json", "--no-compile"], "--compile: expected without --show"),
+        (["--compare", "a.json", "b.json", "--activation", "silu"], "--activation: expected without --compare"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_only_reads_files_takes_no_option_of_a_run(options, message, capsys):
+    assert cli.main(["bench", *options]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -55,11 +55,13 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
     if "plot" in outputs and outputs["plot"].suffix.lower() != ".png":
         raise GdpaError(f"--plot: expected a name that ends with .png, got {outputs['plot']}")
     if options.compare is not None:
-        _without_outputs("--compare", outputs)
+        _without_outputs("--compare", {**outputs, **({} if options.show is None else {"show": options.show})})
+        _without_measuring("--compare", options)
         before, after = options.compare
         return compare.compare(before, after, options.threshold, console)
     if options.show is not None:
         _without_outputs("--show", outputs.keys() & {"json"})
+        _without_measuring("--show", options)
     if options.show is not None and training_report.is_training(options.show):
         _without_outputs("--show of a training step's file", outputs)
         training_report.show(training_report.load(options.show, "--show"), console)
@@ -224,6 +226,20 @@ def _size_line(plan: bench_run.Plan) -> str:
 def _without_outputs(option: str, outputs: Iterable[str]) -> None:
     for name in outputs:
         raise GdpaError(f"--{name}: expected without {option}, which has nothing to write there, got both")
+
+
+# What a run takes, and what stands for its absence.
+OF_RUNS: dict[str, Any] = {
+    **dict.fromkeys(("case", "suite", "mode", "provider", "activation", "batch", "heads", "dim", "dtype", "seed", "seconds")),
+    **dict.fromkeys(("model", "preset", "compile", "lengths", "steps")),
+    **dict.fromkeys(("list", "memory", "cold", "graph", "schedule", "resume"), False),
+}
+
+
+def _without_measuring(option: str, options: argparse.Namespace) -> None:
+    for name, absent in OF_RUNS.items():
+        if getattr(options, name) != absent:
+            raise GdpaError(f"--{name}: expected without {option}, which measures nothing and shows all rows, got both")
 
 
 def _wrote(path: Path, console: Console) -> None:

@@ -33,11 +33,16 @@ def same_floor(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return (old.get("R_rested") is None) == (new.get("R_rested") is None)
 
 
+# Of a header; where these differ, so does what was measured.
+OF_A_CALL = ("device", "threads", "dtype", "batch", "heads", "dim", "seed")
+
+
 def compare(before: Path, after: Path, threshold: float, console: Console) -> int:
     """Print the comparison; 1 where a row is slower by more than the threshold, or has lost its figure, else 0."""
     if not 0 <= threshold < 1:
         raise GdpaError(f"--threshold: expected a fraction from 0 to 1, such as 0.05, got {threshold}")
-    old, new = ({_key(row): row for row in load(path, "--compare")["rows"]} for path in (before, after))
+    files = [load(path, "--compare") for path in (before, after)]
+    old, new = ({_key(row): row for row in data["rows"]} for data in files)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("case", "mode", "activation", "provider"):
         table.add_column(name, no_wrap=True)
@@ -61,6 +66,10 @@ def compare(before: Path, after: Path, threshold: float, console: Console) -> in
         table.add_row(*key[:3], label(key[3]), *times, shares, f"{ratio - 1:+.1%}", word, style=style)
     if table.row_count:
         print_whole(table, console)
+    for name in OF_A_CALL:
+        values = [data["header"].get(name) for data in files]
+        if values[0] != values[1]:
+            console.print(f"not the same {name}: {values[0]} in {before}, {values[1]} in {after}", style="red", markup=False)
     by_time = sum(ratio is not None and not same_floor(old[key], new[key]) for key, ratio in rows)
     if by_time:
         console.print(
