@@ -19,6 +19,8 @@ def check_target(argument: str, path: Path) -> Path:
         raise GdpaError(f"{argument}: expected the name of a file, got {path}: {error.strerror}") from None
     if taken or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise GdpaError(f"{argument}: expected a file in a folder that can be written, got {path}")
+    if path.exists() and not os.access(path, os.W_OK):  # it would be replaced all the same
+        raise GdpaError(f"{argument}: expected a file that can be written, got {path}, which is read-only")
     return path
 
 

@@ -57,6 +57,22 @@ def test_pipes_devices_and_folders_are_not_replaced(tmp_path):
     assert pipe.is_fifo()
 
 
+def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    path.write_text("old")
+    path.chmod(0o444)
+    # Root may write anywhere; everybody else is told so.
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda name, mode: access(name, mode) and (mode != os.W_OK or os.stat(name).st_mode & 0o200 > 0)
+    )
+    with pytest.raises(GdpaError, match="--json: expected a file that can be written, got .* which is read-only"):
+        check_target("--json", path)
+    with pytest.raises(GdpaError), replacing(path):
+        pytest.fail("a name to write to")
+    assert path.read_text() == "old"
+
+
 def test_a_name_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(GdpaError, match="expected the name of a file"):
         check_target("--json", tmp_path / ("x" * 300))

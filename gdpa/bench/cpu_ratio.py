@@ -45,6 +45,7 @@ from torch import Tensor
 import gdpa
 from gdpa import numerics
 from gdpa.bench.machine import commit
+from gdpa.bench.tables import print_whole
 from gdpa.errors import GdpaError
 from gdpa.files import check_target, replacing
 from gdpa.problem import describe
@@ -384,10 +385,10 @@ def main() -> int:
         run(arguments.quick, console, rows)
     except KeyboardInterrupt:
         if rows:
-            console.print(table(rows))
+            print_whole(table(rows), console)
         console.print("interrupted: these are the rows so far" if rows else "interrupted")
         return 130
-    console.print(table(rows))
+    print_whole(table(rows), console)
     if arguments.json:
         with replacing(arguments.json) as partial:
             partial.write_text(json.dumps({"header": header(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
