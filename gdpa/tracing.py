@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,13 +127,13 @@ def _record(fn: Callable[[torch.Tensor], Any], *, derivative: bool = False) -> t
     from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy, which takes a second or two
 
     returned: list[Any] = []
+    detaches: list[bool] = []
 
     def traced(s: torch.Tensor) -> tuple[Any, ...]:
-        # make_fx has just set it for the whole process, in which compiled functions, other threads' too, then refuse to run.
-        if hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
-            _symbolic_trace._is_fx_tracing_flag = False
-        with _Watch(s):
+        _say_that_nothing_is_traced()
+        with _Watch(s) as watch:
             value = _call(fn, s)
+        detaches.append(watch.detaches)
         if isinstance(value, bool) or not isinstance(value, (torch.Tensor, int, float)):
             raise _refuse(f"it must return one float tensor of the shape of its argument, got {type(value).__name__}")
         returned.append(value)
@@ -145,7 +146,19 @@ def _record(fn: Callable[[torch.Tensor], Any], *, derivative: bool = False) -> t
 
     sample = torch.linspace(0.125, 1.0, 9, dtype=torch.float32).reshape(_SHAPE).requires_grad_(derivative)
     graph: torch.fx.Graph = make_fx(traced)(sample).graph
+    if detaches[0]:
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.alias.default:  # how torch 2.15 records it
+                node.target = torch.ops.aten.detach.default
     return graph, returned[0]
+
+
+def _say_that_nothing_is_traced() -> None:
+    """make_fx has just set a flag by which compiled functions refuse to run: up to torch 2.13 of the process, so other threads' too."""
+    if hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
+        _symbolic_trace._is_fx_tracing_flag = False
+    elif hasattr(_symbolic_trace, "_set_is_fx_tracing"):
+        _symbolic_trace._set_is_fx_tracing(False)
 
 
 def _check_result(result: Any) -> None:
@@ -195,6 +208,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._made = [s]  # kept alive, so that an id stays that of one tensor
         self._ids = {id(s)}
+        self.detaches = False  # whether the function uses Tensor.detach
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -218,6 +232,7 @@ class _Watch(TorchFunctionMode):
                 f"it reads values of its argument (Tensor.{name}): control flow that depends on data cannot be "
                 "translated, use torch.where"
             )
+        self.detaches |= name == "detach"
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._ids:
@@ -458,8 +473,17 @@ class _Translation:
         given = {name: self._find(bound) for name, bound in bounds.items() if bound is not None}
         if any(isinstance(bound, Ref) for bound in given.values()):
             raise _refuse("clamp takes numbers as its bounds; use torch.maximum and torch.minimum")
-        name = "clamp" if len(given) == 2 else f"clamp_{next(iter(given))}"
-        return self._builder.emit(name, x, *(float(bound) for bound in given.values() if not isinstance(bound, Ref)))
+        if isinstance(bounds["min"], torch.fx.Node) or isinstance(bounds["max"], torch.fx.Node):
+            return self._clamp_to_tensors(x, given)
+        return self._builder.emit(_clamp_name(given), x, *(float(bound) for bound in given.values() if not isinstance(bound, Ref)))
+
+    def _clamp_to_tensors(self, x: Operand, given: dict[str, Operand]) -> Operand:
+        """By the operations that have the slope which this torch gives clamp at a bound that is a tensor."""
+        if not _halves_slopes_at_tensor_bounds():
+            return self._builder.emit(_clamp_name(given), x, *given.values())
+        for name, bound in given.items():
+            x = self._builder.emit("maximum" if name == "min" else "minimum", x, bound)
+        return x
 
     _on_clamp_min = _on_clamp_max = _on_clamp
 
@@ -526,6 +550,18 @@ def _is_same_shape(node: torch.fx.Node) -> bool:
     """Whether it expands something to the shape that it has."""
     before = getattr(node.args[0], "meta", {}).get("val") if node.args else None
     return _name(node) == "expand" and before is not None and list(before.shape) == node.args[1]
+
+
+def _clamp_name(bounds: dict[str, Any]) -> str:
+    return "clamp" if len(bounds) == 2 else f"clamp_{next(iter(bounds))}"
+
+
+@cache
+def _halves_slopes_at_tensor_bounds() -> bool:
+    """Whether clamp to tensors has the slope of maximum and minimum at its bounds, as in torch 2.15, or that of clamp to numbers."""
+    x = torch.zeros((), requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.clamp(x, torch.zeros(()), torch.ones(())), x)
+    return slope.item() == 0.5
 
 
 def _mean_slope(arguments: dict[str, Any]) -> float:

@@ -244,7 +244,7 @@ def test_a_compiled_function_is_an_activation_alone_and_inside_another(backend):
 
 def test_a_process_forked_while_another_thread_traces_can_trace():
     script = """
-import os, threading, gdpa
+import os, threading, torch, gdpa
 begun, go_on = threading.Event(), threading.Event()
 
 def slow(s):
@@ -257,12 +257,18 @@ threading.Thread(target=gdpa.Activation, args=(slow,)).start()
 begun.wait()
 child = os.fork()
 if child == 0:
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        os._exit(3)
     gdpa.Activation(lambda s: s * 7)
     os._exit(7)
 go_on.set()
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    if done.stdout == "3\n":
+        pytest.skip("this torch, built for GPUs, runs no backward in a process forked after one")
     assert done.stdout == "7\n", done.stderr
 
 
