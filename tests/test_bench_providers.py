@@ -40,8 +40,10 @@ def sequences(q, k, v, cu_q, cu_k):
 
 
 def packed_softmax(q, k, v, cu_q, cu_k, causal=False):
-    parts = [F.scaled_dot_product_attention(*x, is_causal=causal).transpose(0, 1) for x in sequences(q, k, v, cu_q, cu_k)]
-    return torch.cat(parts)
+    """In float64: the order of fp32's additions, which differs between torch's releases, may err as much as so few scores are allowed."""
+    by_sequence = sequences(q.double(), k.double(), v.double(), cu_q, cu_k)
+    parts = [F.scaled_dot_product_attention(*x, is_causal=causal).transpose(0, 1) for x in by_sequence]
+    return torch.cat(parts).to(q.dtype)
 
 
 def packed_activation(f, scale, q, k, v, cu_q, cu_k, causal=False):

@@ -46,12 +46,13 @@ HOPPER_PRODUCTS |= {("backward_kernel", "steps-of-128"): (160,), ("backward_kern
 # Of causal tiles no query sees consumer 1's keys in its first step of 64 queries, where one product of 8 columns stands for the eight, at
 # D = 64 four, of its scores.
 HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
+# What follows depends on the Triton that compiles: up to 3.6, and after it.
 # The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
-LONG_SPILLS = {False: (0, 16), True: (1, 20)}  # with the installed Triton and the newest
+LONG_SPILLS = {False: (0, 16), True: (1, 20)}
 LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared")
 LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
-BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}  # with the installed Triton and the newest
+BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}
 UNSAFE_SPILLS = {False: (12, 80), True: (90, 360)}  # with a mask
 LONG_STEP_SPILLS = {False: (40, 140), True: (0, 0)}  # at D = 64, with 128 queries a step, or 64
 
@@ -85,8 +86,9 @@ def compiled(arch: int, newest: bool) -> list[dict[str, int | str]]:
 def test_every_kernel_compiles_inside_its_budgets(arch, newest):
     rows = compiled(arch, newest)
     assert len(rows) == 3 * len(CONFIGURATIONS) + SCHEDULE_KERNELS + (len(HOPPER) + len(HOPPER_BACKWARD) if arch == 90 else 0)
-    if newest:
-        assert {row["triton"] for row in rows} == {NEWEST_VERSION}
+    (version,) = {row["triton"] for row in rows}
+    assert version == NEWEST_VERSION or not newest
+    later = tuple(map(int, version.split(".")[:2])) > (3, 6)
     over = []
     for row in rows:
         name = (arch, row["configuration"], row["kernel"])
@@ -102,7 +104,7 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
             width = "long" if "-64-long" in row["configuration"] else width
             width = "one-loop" if "-64-one-loop" in row["configuration"] else width
             width = "causal" if "backward-causal" in row["configuration"] else width
-            if "steps-of-128" in row["configuration"] and newest:  # they are of 64
+            if "steps-of-128" in row["configuration"] and later:  # they are of 64
                 width = "64-causal" if "causal" in row["configuration"] else 64
             elif "steps-of-128" in row["configuration"]:
                 width = "steps-of-128"
@@ -116,7 +118,7 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
             allowed = UNSAFE_SPILLS if row["configuration"].endswith("unsafe") else BACKWARD_SPILLS
             allowed = LONG_SPILLS if row["configuration"] in LONG else allowed
             allowed = LONG_STEP_SPILLS if "steps-of-128" in row["configuration"] else allowed
-            found, most = (row["spills_in_loops"], row["spills"]), allowed[newest]
+            found, most = (row["spills_in_loops"], row["spills"]), allowed[later]
             if found[0] > most[0] or found[1] > most[1]:
                 over.append(f"{name}: {found} spill instructions in steps and in all, at most {most}")
         if arch == 90 and row["bits"] == 16:
