@@ -122,6 +122,8 @@ class Activation:
     name: str
 
     def __init__(self, fn: str | Activation | Function, name: str | None = None) -> None:
+        if name is not None and not isinstance(name, str):
+            raise GdpaError(f"name: expected a string or None, got {name!r}")
         if isinstance(fn, Activation):
             self._fill(fn.key, name or fn.name)
         elif isinstance(fn, str):

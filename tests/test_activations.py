@@ -104,6 +104,12 @@ def test_pickles_by_key():
     assert len(pickle.dumps(Activation("gelu"))) < 120
 
 
+@pytest.mark.parametrize("name", [3, b"gelu", True])
+def test_a_name_is_a_string(name):
+    with pytest.raises(GdpaError, match="name: expected a string or None, got"):
+        Activation(torch.relu, name=name)
+
+
 def test_an_activation_cannot_be_changed():
     with pytest.raises(AttributeError, match="cannot be changed"):
         Activation("gelu").key = "relu"

@@ -112,6 +112,15 @@ def test_a_damaged_checkpoint_is_refused_by_its_name_and_what_to_do_is_said(tmp_
     assert read_state(checkpoints.latest())["step"] == 1
 
 
+def test_a_state_nested_past_what_json_reads_is_refused_by_its_name(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    path = checkpoints.latest() / "state.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(GdpaError, match=f"{path}: expected the state of a checkpoint"):
+        read_state(checkpoints.latest())
+
+
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)

@@ -118,7 +118,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(file.read_text())
         recorded, number = state.pop("sha256"), state["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GdpaError(
             f"{file}: expected the state of a checkpoint, got a file that cannot be read ({error!r}); {advice}"
         ) from error

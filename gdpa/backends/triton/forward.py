@@ -4,6 +4,14 @@
 
 One program owns BLOCK_M query rows of one (sequence, head) and walks over that sequence's keys, BLOCK_N at a time. There are no row
 statistics: each block's contribution is added and forgotten. S and O are fp32; P is rounded to the inputs' dtype for the second product.
+
+What the kernel is compiled for, here and in the backward (launch.py decides it):
+
+    WIDTH, WIDTH_V   D and Dv as the next power of two; columns past them are zeros
+    MAPPED           tiles come through Hopper's copy engine, which stops at a sequence's end; else threads load them under masks
+    TAIL_SAFE        f(0) and f'(0) are finite, so zero rows past a sequence's end need no mask
+    SETTLE           1 or 2, on Hopper: how ptxas is kept from running a loop's products one by one (tiles.settle)
+    UPCAST           16-bit operands are widened before a product, whose bf16 ones Triton's interpreter gets wrong
 """
 
 import triton
