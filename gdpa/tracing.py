@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -89,8 +90,11 @@ def _refuse(what: str) -> UnsupportedActivation:
 def _isolated() -> Iterator[None]:
     """Trace the same expression whatever surrounds the call: no_grad, autocast, a default device or dtype, dispatch modes, modes of torch
     functions (torch.export's would write the autocast below into its program), anomaly mode, hooks on saved tensors (checkpointing has
-    some, which would count the trace's tensors among the caller's), transforms of torch.func."""
+    some, which would count the trace's tensors among the caller's), transforms of torch.func. Compiled functions run as what was
+    compiled: compiled inside a trace, Dynamo's own looks at tensors would pass for the function's."""
     with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         while torch._C._len_torch_function_stack():
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
