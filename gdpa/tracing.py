@@ -91,7 +91,7 @@ def _isolated() -> Iterator[None]:
     """Trace the same expression whatever surrounds the call: no_grad, autocast, a default device or dtype, dispatch modes, modes of torch
     functions (torch.export's would write the autocast below into its program), anomaly mode, hooks on saved tensors (checkpointing has
     some, which would count the trace's tensors among the caller's), transforms of torch.func. Compiled functions run as what was
-    compiled: compiled inside a trace, Dynamo's own looks at tensors would pass for the function's."""
+    compiled: compiled inside a trace, Dynamo's own looks at tensors would pass for the function's. Other threads' do meanwhile, too."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -9,6 +9,8 @@ import os
 import shutil
 import sys
 import tempfile
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +49,31 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_plan, "MASKED_TILE_KEYS", 16)
     monkeypatch.setattr(cpu_plan, "MASKED_TILE_ROWS", 32)
     monkeypatch.setattr(cpu_plan, "BATCH_SCORES", 2 * 32 * 24)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which way each forward went, "ordinary" or "short" (gdpa/shortcut.py), of a backend that computes by the reference."""
+    from gdpa import dispatch, operators, shortcut  # not before TRITON_INTERPRET is set
+    from gdpa.backends import reference
+
+    taken: list[str] = []
+
+    def forward(*arguments: Any) -> torch.Tensor:
+        taken.append("ordinary")
+        return reference.forward(*arguments)
+
+    def prepare(problem: Any, *layout: Any) -> Any:
+        def run(*arguments: Any) -> torch.Tensor:
+            taken.append("short")
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # a kernel knows nothing of either
+                return reference.forward(problem, *arguments)
+
+        return SimpleNamespace(run=run)
+
+    module = SimpleNamespace(forward=forward, backward=reference.backward, prepare=prepare)
+    monkeypatch.setattr(dispatch, "choose", lambda problem, name=None: module)
+    monkeypatch.setattr(operators, "_plans", {})
+    monkeypatch.setattr(shortcut, "_calls", {})
+    monkeypatch.setattr(shortcut, "_is_for", lambda q: True)
+    return taken
