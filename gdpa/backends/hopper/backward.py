@@ -131,7 +131,7 @@ def key_producer(
     mine = tile_count(tiles, PAIRED)
     for taken in range(mine):
         head, sequence, k_start, k_length, row, _, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
+            taken, records_ptr, q_rows, k_rows, k_tiles, rotating, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL, ORDERED
         )
         steps = block_count(q_length, ROWS) * GROUP
         if CAUSAL:
@@ -191,7 +191,7 @@ def query_producer(
     index = 0  # of the step in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
+            taken, records_ptr, q_rows, k_rows, k_tiles, rotating, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL, ORDERED
         )
         d_start = q_start
         if Q_SHARED:

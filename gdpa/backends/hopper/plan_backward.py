@@ -73,7 +73,8 @@ def is_together(problem: Problem, needs_dq: bool) -> bool:
         512 keys, through dQ  0.796 -> 0.792     0.747 -> 0.668
     """
     dense = problem.key_side != "packed" and problem.query_side == "dense"
-    return dense and way_of_dq(problem, needs_dq) == RELAY and problem.key_rows > MOST_KEYS_THROUGH_DQ
+    relayed = way_of_dq(problem, needs_dq) == RELAY and problem.key_rows > MOST_KEYS_THROUGH_DQ
+    return dense and relayed and not is_folded(problem)  # whose numbers are of two tiles
 
 
 # Two tiles of short sequences pass dQ on after two steps, too soon for programs that are not quite in step: 256 keys and queries took

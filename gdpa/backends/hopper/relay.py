@@ -279,7 +279,7 @@ def reducer(
     index = 1  # of the tile's first dQ in the stream
     for taken in range(tile_count(tiles, PAIRED)):
         head, sequence, _, _, row, q_start, q_length, count = find_tile(
-            taken, records_ptr, q_rows, k_rows, k_tiles, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL
+            taken, records_ptr, q_rows, k_rows, k_tiles, rotating, KV_HEADS, HAS_LIST, PAIRED, TOGETHER, CAUSAL, ORDERED
         )
         # Sequences cover as many steps of rows as they have, and one more where one begins.
         first_counter = q_start // ROWS + sequence

@@ -78,8 +78,9 @@ def tile_count(tiles, PAIRED: gl.constexpr):
 
 @gluon.jit
 def find_tile(
-    taken, records_ptr, q_rows, k_rows, k_tiles,
+    taken, records_ptr, q_rows, k_rows, k_tiles, rotating,
     KV_HEADS: gl.constexpr, HAS_LIST: gl.constexpr, PAIRED: gl.constexpr, TOGETHER: gl.constexpr, CAUSAL: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Of the program's tile number `taken`: (key head, sequence, its first key, its keys, the tile's first among them, its first query,
     its queries, its tiles). The heads of a tile follow one another in the numbers, or, TOGETHER, the tiles of a head.
@@ -111,7 +112,10 @@ def find_tile(
         if PAIRED and CAUSAL:
             row *= 2
         elif CAUSAL:
-            row = ((entry + sequence) % k_tiles) * TILE  # keys that few queries see are not always the same program's
+            turn = sequence  # keys that few queries see are not always the same program's
+            if ORDERED:  # but tiles that wait for those before them in the list must come after them (relay.find_causal)
+                turn = gl.where(k_tiles * (1 if TOGETHER else KV_HEADS) <= rotating, sequence, 0)
+            row = ((entry + turn) % k_tiles) * TILE
         k_start = sequence * k_rows
         k_length = k_rows
         q_start = sequence * q_rows
