@@ -1,0 +1,210 @@
+"""Problems for the Hopper backend on the simulator: `python -m simulator.problems FIRST COUNT` runs random ones, `... known` those that
+once failed, and prints a JSON object for each.
+
+A process of its own runs them, whose Triton does not interpret. A problem is drawn with the device it runs on and with the thresholds of
+the plans (plan_forward.py, plan_backward.py), so that every form of the kernels comes up with a few hundred rows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from helpers import FORMS, Case, make_case, poison_sequence, poisoned_memory, rows_of
+
+from gdpa import numerics
+from gdpa.backends.hopper import launch, launch_backward, plan_backward, plan_forward
+from simulator.launch import simulated
+
+ACTIVATIONS: tuple[Any, ...] = (
+    *("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "exp", "softplus"),
+    ["gelu", "relu", "sigmoid", "silu"],
+    torch.log,
+)
+TURNS = 4  # of problems with the same options
+FEWEST = 2  # multiprocessors of the devices on which deterministic results are to be the same
+GARBAGE = (-5, 3, 2**31 - 1, -(2**31), 100, 1)
+
+
+def draw_options(draw: random.Random) -> dict[str, Any]:
+    """What kernels are compiled for, which takes longer than to run them."""
+    kind = draw.choice(("any", "any", "window", "causal", "causal"))
+    kv_heads = draw.choice((1, 2))
+    heads = kv_heads * (draw.choice((1, 1, 2, 3)) if kind != "causal" else 1)
+    activation = draw.choice(ACTIVATIONS)
+    window = (-1, -1)
+    if kind == "window":
+        window = draw.choice((-1, 0, draw.randint(1, 300))), draw.choice((-1, 0, draw.randint(1, 300)))
+    return {
+        "form": draw.choice(FORMS if kind != "causal" else ("packed", "dense")),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": draw.choice((64, 64, 128)),
+        "dtype": draw.choice((torch.bfloat16, torch.float16)),
+        "activation": (activation * 2)[:heads] if isinstance(activation, list) else activation,
+        "causal": kind == "causal",
+        "window_size": window,
+        "scale": draw.choice((None, None, 0.05, 0.125 if activation is torch.log else -0.125)),
+        "out_scale": draw.choice((None, 0.5, "per-sequence")),
+        "deterministic": draw.random() < 0.3,
+        "offset_dtypes": (draw.choice((torch.int32, torch.int64)),) * 2,
+    }
+
+
+def draw_case(draw: random.Random, options: dict[str, Any]) -> Case:
+    most = draw.choice((70, 130, 300, 700))
+
+    def lengths(count: int) -> tuple[int, ...]:
+        return tuple(draw.choice((0, 1, 64, 65, 128, 129, draw.randint(2, most), draw.randint(2, most))) for _ in range(count))
+
+    batch = draw.randint(1, 5)
+    q_lengths, k_lengths = lengths(batch), lengths(batch)
+    tail = draw.choice((0, 7, 200)), draw.choice((0, 7, 200))
+    if options["causal"]:
+        k_lengths, tail = q_lengths, (tail[0], tail[0])
+    case = make_case(**options, q_lengths=q_lengths, k_lengths=k_lengths, tail=tail, seed=draw.randrange(1000))
+    if options["activation"] is torch.log:
+        case = case.with_inputs(q=case.inputs.q.abs() + 0.1, k=case.inputs.k.abs() + 0.1)
+    if options["causal"] and options["form"] == "packed":
+        case = case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q)
+    return replace(case, problem=replace(case.problem, deterministic=options["deterministic"]))
+
+
+@contextmanager
+def plans(draw: random.Random) -> Iterator[dict[str, Any]]:
+    """Thresholds that let small problems have the forms of large ones, or half of the time the real ones."""
+    changes: dict[Any, dict[str, Any]] = {plan_forward: {}, plan_backward: {}, launch_backward: {}}
+    if draw.random() < 0.7:
+        changes[plan_forward] = {
+            "LEAST_AVERAGE_FOR_THREE": draw.choice((1, 96)),
+            "ROWS_FOR_THREE": draw.choice((1, 512)),
+            "BLOCKS_FOR_TWO": draw.choice(((), (0, 1, 2, 4))),
+            "KEYS_FOR_ONE_LOOP": draw.choice(({False: (1, 10**6), True: (0, 10**6)}, plan_forward.KEYS_FOR_ONE_LOOP)),
+        }
+        changes[plan_backward] = {
+            "MOST_KEYS_THROUGH_DQ": draw.choice((256, 512)),
+            "MOST_PAIRED_QUERIES": draw.choice((256, 10**6)),
+            "LEAST_PAIRS": draw.choice((0, 4)),
+            "LEAST_FOLDED_ROWS": draw.choice((1, 192)),
+            "MOST_ROUNDED_TILES": draw.choice((1, 2, 4)),
+            "LEAST_QUERIES": draw.choice(({True: (1, 1), False: (1, 1)}, plan_backward.LEAST_QUERIES)),
+        }
+        changes[launch_backward] = {"FEWEST_MULTIPROCESSORS": draw.choice((FEWEST, 112))}
+    with ExitStack() as stack:
+        for module, values in changes.items():
+            for name, value in values.items():
+                stack.enter_context(patch.object(module, name, value))
+        yield {name: value for values in changes.values() for name, value in values.items()}
+
+
+def garbage(case: Case, draw: random.Random) -> Case:
+    """With offsets that mean nothing: whatever they hold, nothing outside of the tensors is touched, and the kernels end."""
+    changes = {}
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        offsets = getattr(case.inputs, name)
+        if offsets is not None:
+            changes[name] = torch.tensor([draw.choice((*GARBAGE, draw.randint(0, 900))) for _ in offsets], dtype=offsets.dtype)
+    if case.inputs.cu_seqlens_q is case.inputs.cu_seqlens_k:
+        changes["cu_seqlens_k"] = changes.get("cu_seqlens_q")
+    return case.with_inputs(**changes)
+
+
+def execute(case: Case, needs: tuple[bool, bool, bool]) -> numerics.Results:
+    """Forward and, where the Hopper kernel is the one for it, backward."""
+    q, k, v, cu_q, cu_k, out_scale = case.inputs
+    with poisoned_memory():
+        out = launch.forward(case.problem, q, k, v, cu_q, cu_k, out_scale)
+        if not (needs[1] or needs[2]) or not plan_backward.takes_window(case.problem, cu_q, cu_k):
+            return numerics.Results(out)
+        return numerics.Results(out, *launch_backward.backward(case.problem, case.d_out, q, k, v, cu_q, cu_k, out_scale, needs))
+
+
+def run(index: int) -> Iterator[dict[str, Any]]:
+    """Draw options and run problems that have them; of each what it was, and what is wrong with it, if anything."""
+    draw = random.Random(f"simulated {index}")
+    options = draw_options(draw)
+    needs = draw.choice(((True, True, True), (True, True, True), (False, True, True), (True, False, True), (True, True, False)))
+    with plans(draw) as thresholds:
+        for turn in range(TURNS):
+            case = draw_case(draw, options)
+            fate = draw.choice(("plain", "plain", "plain", "garbage", "poison"))
+            report = run_one(draw, case, needs, fate, draw.choice((1, FEWEST, 3, 5)))
+            yield {"index": index, "turn": turn, **report, "thresholds": thresholds}
+
+
+def known() -> Iterator[dict[str, Any]]:
+    """Problems of which each found a fault of its own."""
+    options = {"heads": 1, "head_dim": 64, "dtype": torch.bfloat16, "activation": "silu", "causal": True, "deterministic": True}
+    for name, form, lengths, multiprocessors in (
+        # Tiles of the second sequence waited for tiles behind them in the list of their own program.
+        ("causal, in a fixed order, more tiles than programs", "dense", (700, 700), 2),
+        ("the same of three sequences and three programs", "dense", (600, 600, 600), 3),
+        ("the same, packed", "packed", (700, 300, 700), 2),
+    ):
+        case = make_case(form, **options, q_lengths=lengths)
+        if form == "packed":
+            case = case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q)
+        case = replace(case, problem=replace(case.problem, deterministic=True))
+        yield {"name": name, **run_one(random.Random(0), case, (True, True, True), "plain", multiprocessors)}
+
+
+def run_one(draw: random.Random, case: Case, needs: tuple[bool, bool, bool], fate: str, multiprocessors: int) -> dict[str, Any]:
+    problem = case.problem
+    report: dict[str, Any] = {"problem": repr(problem), "needs": needs, "fate": fate, "multiprocessors": multiprocessors}
+    report["lengths"] = [None if x is None else x.diff().tolist() for x in case.inputs[3:5]]
+    start = time.perf_counter()
+    with simulated(multiprocessors, draw.randrange(10**6), overlapping=fate == "garbage") as simulation:
+        try:
+            if fate == "garbage":
+                execute(garbage(case, draw), needs)
+            elif fate == "poison":
+                sequence = draw.randrange(problem.batch)
+                untouched(case, sequence, execute(case, needs), execute(poison_sequence(case, sequence, float("nan")), needs))
+            else:
+                results = execute(case, needs)
+                judged = any(x is not None for x in results[1:])
+                numerics.check(problem, case.inputs, case.d_out if judged else None, results)
+                if problem.deterministic and multiprocessors >= launch_backward.FEWEST_MULTIPROCESSORS:
+                    again(case, needs, results, draw)
+        except AssertionError as error:
+            report["error"] = f"{type(error).__name__}: {error}"
+    return {**report, "launches": simulation.launches, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def again(case: Case, needs: tuple[bool, bool, bool], results: numerics.Results, draw: random.Random) -> None:
+    """Deterministic results are the same on another device, and in another order."""
+    with simulated(draw.choice((FEWEST, 3, 4, 7)), draw.randrange(10**6)):
+        others = execute(case, needs)
+    for name, x, y in zip(numerics.Results._fields, results, others, strict=True):
+        assert (x is None and y is None) or torch.equal(x, y), f"{name} is not the same the second time"
+
+
+def untouched(case: Case, sequence: int, clean: numerics.Results, dirty: numerics.Results) -> None:
+    """Rows of the other sequences are the same, but for dQ's, whose terms may be added in another order."""
+    offsets = case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, case.inputs.cu_seqlens_k
+    for name, was, now, cut in zip(numerics.Results._fields, clean, dirty, offsets, strict=True):
+        if was is None or now is None or (case.form == "shared-query" and name == "dq"):
+            continue
+        keep = torch.ones(now.shape[0], dtype=torch.bool)
+        keep[rows_of(cut, sequence)] = False
+        assert now[keep].isfinite().all(), f"{name}: the poison of sequence {sequence} reached another"
+        assert name == "dq" or torch.equal(was[keep], now[keep]), f"{name}: sequence {sequence} changed another"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "known":
+        reports = known()
+    else:
+        first, count = map(int, sys.argv[1:])
+        reports = (report for index in range(first, first + count) for report in run(index))
+    for report in reports:
+        print(json.dumps(report, default=repr), flush=True)
