@@ -18,7 +18,7 @@ from rich.table import Table
 import gdpa
 from gdpa import dispatch
 from gdpa.activations import resolve
-from gdpa.bench import check, command, machine, providers, tables
+from gdpa.bench import check, command, compare, machine, providers, tables
 from gdpa.bench.cases import MODES, SUITES, Case, Size, build
 from gdpa.bench.providers import check_choice
 from gdpa.device_source import cache_directory
@@ -166,7 +166,7 @@ def _bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     out.add_argument("--report", type=Path, metavar="FILE", help="write one self-contained HTML page")
     out.add_argument("--show", type=Path, metavar="FILE", help="print, --plot or --report the rows of a JSON file; measure nothing")
     out.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two JSON files: what got faster and slower")
-    out.add_argument("--threshold", type=float, default=0.05, help="slower than this is a failure of --compare (default: 0.05)")
+    out.add_argument("--threshold", type=float, help=f"slower than this is a failure of --compare (default: {compare.THRESHOLD})")
     bench.set_defaults(run=_bench)
 
 

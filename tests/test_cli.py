@@ -288,6 +288,9 @@ def test_a_rank_of_torchrun_ends_without_the_interpreters_own_end(monkeypatch):
         (["--compare", "a.json", "b.json", "--json", "c.json"], "--json: expected without --compare"),
         (["--show", "a.json", "--json", "c.json"], "--json: expected without --show"),
         (["--compare", "a.json", "b.json", "--show", "c.json"], "--show: expected without --compare"),
+        (["--threshold", "0.5"], "--threshold: expected with --compare alone"),
+        (["--suite", "train", "--threshold", "0.05"], "--threshold: expected with --compare alone"),
+        (["--show", "a.json", "--threshold", "0"], "--threshold: expected with --compare alone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -58,7 +58,9 @@ def bench(options: argparse.Namespace, device: torch.device, console: Console, p
         _without_outputs("--compare", {**outputs, **({} if options.show is None else {"show": options.show})})
         _without_measuring("--compare", options)
         before, after = options.compare
-        return compare.compare(before, after, options.threshold, console)
+        return compare.compare(before, after, compare.THRESHOLD if options.threshold is None else options.threshold, console)
+    if options.threshold is not None:
+        raise GdpaError(f"--threshold: expected with --compare alone, which is all that reads it, got {options.threshold} without")
     if options.show is not None:
         _without_outputs("--show", outputs.keys() & {"json"})
         _without_measuring("--show", options)

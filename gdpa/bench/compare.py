@@ -16,6 +16,8 @@ from gdpa.errors import GdpaError
 
 Key = tuple[str, str, str, str]
 
+THRESHOLD = 0.05
+
 
 def speedup(old: dict[str, Any], new: dict[str, Any]) -> float | None:
     """How many times as fast the new row is: by the fraction of the floor where both have one of the same kind, since the machine's
