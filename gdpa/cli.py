@@ -81,10 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="errors of every backend here over the activation table, against their budget",
         description="Forward and the three gradients of small jagged problems, with every activation, on every backend "
-        "that runs here, against the float64 oracle. Exit status 1 where one is over its budget.",
+        "that runs here, against the float64 oracle. Options that may be repeated also take a list with commas. Exit status 1 "
+        "where one is over its budget.",
     )
     _device_argument(checks)
-    checks.add_argument("--dtype", type=_dtype, action="append", help="may be repeated (default: fp32, bf16 and fp16)")
+    checks.add_argument("--dtype", type=_dtypes, action="extend", help="may be repeated (default: fp32, bf16 and fp16)")
     checks.add_argument("--activation", action="append", metavar="NAME", help="may be repeated (default: all)")
     _backend_argument(checks)
     checks.set_defaults(run=_check)
@@ -99,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         "waits for the compiler. --arch builds for another GPU than this machine's; copy the cache folders there "
         "(gdpa info names them).",
     )
-    precompile.add_argument("--activation", action="append", required=True, metavar="NAME", help="may be repeated")
+    precompile.add_argument(
+        "--activation", action="append", required=True, metavar="NAME", help="may be repeated, or a list with commas"
+    )
     precompile.add_argument("--dim", type=_positive, required=True, help="head dimension of q and k")
     precompile.add_argument("--value-dim", type=_positive, help="head dimension of v (default: that of q)")
     precompile.add_argument("--dtype", type=_dtype, default=torch.bfloat16, help="bf16 (default), fp16 or fp32")
@@ -244,6 +247,14 @@ def _dtype(text: str) -> torch.dtype:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--dtype: ")) from None
 
 
+def _dtypes(text: str) -> list[torch.dtype]:
+    """One, or some with commas."""
+    try:
+        return [_dtype(part) for part in command.listed("--dtype", [text]) or ()]
+    except GdpaError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--dtype: ")) from None
+
+
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -268,13 +279,14 @@ def _why_no_gpu() -> str:
 
 
 def _activations(names: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(names or default))
+    chosen = tuple(dict.fromkeys(command.listed("--activation", names) or default))
     for name in chosen:
         resolve(name, 1)  # an unknown name is refused here, with the nearest ones
     return chosen
 
 
 def _backends(names: list[str] | None) -> tuple[str, ...]:
+    names = command.listed("--backend", names)
     for name in names or ():
         dispatch.check_name(name)
     return tuple(name for name in dispatch.BACKENDS if names is None or name in names)

@@ -150,6 +150,16 @@ def test_check_holds_every_activation_to_its_budget(capsys):
     assert f"{len(gdpa.activations())} passed, 0 failed" in printed
 
 
+def test_check_takes_lists_with_commas(capsys):
+    lists = ["--backend", "reference,cpu", "--dtype", "fp32,bf16", "--dtype", "fp16", "--activation", "relu,gelu"]
+    assert cli.main(["check", "--device", "cpu", *lists]) == 0
+    printed = capsys.readouterr().out
+    assert "12 passed, 0 failed" in printed
+    lines = {tuple(words[:3]) for line in printed.splitlines() if len(words := line.split()) > 3}
+    named = {(b, d, a) for b in ("cpu", "reference") for d in ("float32", "bfloat16", "float16") for a in ("relu", "gelu")}
+    assert named <= lines
+
+
 def test_check_returns_1_on_a_failure(capsys, monkeypatch):
     from gdpa.bench import check
 
@@ -220,6 +230,8 @@ def test_precompile_builds_for_another_architecture(tmp_path):
         (["bench", "--json", "/no/such/folder/file.json"], "--json: expected a file in a folder that can be written"),
         (["bench", "--seconds", "0"], "--seconds: expected a positive number"),
         (["check", "--activation", "tanhh"], "Did you mean 'tanh'"),
+        (["check", "--activation", "gelu,tanhh"], "Did you mean 'tanh'"),
+        (["check", "--activation", ","], "--activation: expected a name, or some with commas"),
         (["check", "--backend", "cpuu"], "did you mean 'cpu'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -234,11 +246,13 @@ def test_wrong_values_are_refused_before_anything_runs(capsys, arguments, messag
     [
         (["bench", "--dtype", "bf15"], "did you mean 'bf16'?"),
         (["check", "--dtype", "fp64"], "argument --dtype: expected one of bf16, fp16, fp32"),
+        (["check", "--dtype", "fp32,bf15"], "argument --dtype: expected one of bf16, fp16, fp32"),
+        (["check", "--dtype", ","], "argument --dtype: expected a name, or some with commas"),
         (["bench", "--batch", "0"], "invalid positive integer value"),
         (["bnch"], "bench"),
         ([], "COMMAND"),
     ],
-    ids=["dtype", "float64", "batch", "command", "nothing"],
+    ids=["dtype", "float64", "one of a list", "an empty list", "batch", "command", "nothing"],
 )
 def test_wrong_usage_exits_with_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
@@ -354,6 +368,7 @@ def test_file_names_are_printed_as_they_are(capsys, tmp_path):
         (["--dim", "512"], "--dim: expected a multiple of 8 from 8 to 256, got 512"),
         (["--dim", "7"], "--dim: expected a multiple of 8"),
         (["--dim", "64", "--value-dim", "12"], "--value-dim: expected a multiple of 8"),
+        (["--activation", "relu,silu", "--dim", "12"], "--dim: expected a multiple of 8"),  # a list with commas, as elsewhere
         (["--dim", "64", "--arch", "12"], "--arch: expected a compute capability from 80 on"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
