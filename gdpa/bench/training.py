@@ -558,7 +558,10 @@ class Comparison:
         row.samples_per_s, row.tokens_per_s = self.examples / seconds, self.events / seconds
         row.attention_forward_ms, row.attention_backward_ms = median(turns.forward), median(turns.backward)
         row.attention_ms = row.attention_forward_ms + row.attention_backward_ms
-        row.other_ms = row.step_ms - row.attention_ms
+        rest = row.step_ms - row.attention_ms
+        row.other_ms = (
+            rest if rest >= 0 else None
+        )  # timed in different steps, on a busy machine the part may take longer than the whole
         row.mfu = self.flops / seconds / rate
 
     def _attempt(self, work: Callable[[], None]) -> str | None:

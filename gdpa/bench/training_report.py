@@ -127,11 +127,19 @@ def show(data: dict[str, Any], console: Console) -> None:
         for line in _ratios(rows):
             console.print(line)
         for row in rows:
-            text = "; ".join(part for part in (row["error"], row["note"]) if part)
+            text = "; ".join(part for part in (row["error"], row["note"], _without_rest(row)) if part)
             if text:
                 console.print(f"{row['provider']}: {text}", style="dim", markup=False)
     legend = [line for line in LEGEND if not line.startswith("memory:") or any(row["peak_bytes"] for row in data["rows"])]
     console.print("\n[dim]" + "\n".join(legend) + "[/dim]")
+
+
+def _without_rest(row: dict[str, Any]) -> str | None:
+    """Why a row with figures has none of the rest of its step, or None."""
+    if row["step_ms"] is None or row["attention_ms"] is None or row["attention_ms"] <= row["step_ms"]:
+        return None
+    apart = f"{duration(row['attention_ms'])} in the steps they were timed in, the other steps {duration(row['step_ms'])}"
+    return f"no rest of the step: attention's calls took {apart}, as they may on a busy machine"
 
 
 def _ratios(rows: list[dict[str, Any]]) -> list[str]:
@@ -161,7 +169,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "attention": lambda row: duration(row["attention_ms"]),
         "forward": lambda row: duration(row["attention_forward_ms"]),
         "backward": lambda row: duration(row["attention_backward_ms"]),
-        "other": lambda row: duration(row["other_ms"]),
+        # Files of before had a negative one.
+        "other": lambda row: duration(None if _without_rest(row) else row["other_ms"]),
         "MFU": lambda row: "" if row["mfu"] is None else f"{row['mfu']:.1%}",
         "memory": lambda row: size(row["peak_bytes"]),
     }
