@@ -106,7 +106,9 @@ def stop_sharing() -> None:
     """Build at every call from now on: offsets cannot be known by their tensor (gdpa/inductor.py)."""
     global _is_shared
     _is_shared = False
-    _cache.clear()
+    # One by one: with a list go those built from it, which would be taken out of a dictionary in the middle of its clear().
+    for key in list(_cache):
+        _cache.pop(key, None)
 
 
 def tile_bound(packed: bool, batch: int, rows: int, block: int) -> int:
@@ -242,7 +244,21 @@ def _cached(kind: Kind, first: Tensor | None, second: Tensor | None, build: Call
     built: Built | None = _find(key, first, second)
     if built is None:
         built = build()
-        _cache[key] = (built, weakref.ref(first), weakref.ref(second))
-        while len(_cache) > _CACHE_SIZE:
-            _cache.popitem(last=False)
+        _keep(key, built, first, second)
     return built
+
+
+def _keep(key: Hashable, built: Any, first: Tensor, second: Tensor) -> None:
+    """Until one of the tensors is gone: nobody can ask for it any more. Its memory may be used anew at once, since only work of the
+    stream it is known by reads it, and what a CUDA graph reads is never kept here."""
+    # Called by whichever thread drops the tensor, between any two steps of others. It needs no lock, and no name of this module's, which
+    # are gone when the interpreter ends.
+    cache = _cache
+
+    def let_go(_: weakref.ref[Tensor]) -> None:
+        cache.pop(key, None)
+
+    lives = weakref.ref(first, let_go)
+    cache[key] = built, lives, lives if second is first else weakref.ref(second, let_go)
+    while len(cache) > _CACHE_SIZE:
+        cache.popitem(last=False)

@@ -6,8 +6,12 @@ are held to the same.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import random
+import sys
+import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -459,6 +463,98 @@ def test_a_schedule_that_another_thread_lets_go_of_meanwhile_is_built_again(monk
 def test_a_freed_tensors_schedule_is_not_given_to_another_at_its_address():
     for length in range(1, 50):
         assert schedule.bounds(offsets(length), 60)[0].tolist() == [0, length]
+
+
+@pytest.fixture
+def cache(monkeypatch) -> OrderedDict:
+    monkeypatch.setattr(schedule, "_cache", OrderedDict())
+    return schedule._cache
+
+
+@pytest.mark.parametrize("gone", ["queries", "keys"])
+def test_lists_go_with_either_of_the_offsets_they_are_built_from(cache, gone):
+    sides = {"queries": offsets(5, 6), "keys": offsets(70, 8)}
+    built = schedule.lists(sides["queries"], sides["keys"], 2, 11, 78, 64, "queries")
+    records = schedule.records(sides["queries"], sides["keys"], 2, 11, 78, 64)
+    seen = [weakref.ref(x) for x in (*built, records)]
+    del built, records
+    assert all(x() is not None for x in seen)
+    stays = "keys" if gone == "queries" else "queries"
+    del sides[gone]
+    # The tiles, the gone side's bounds and the records; the bounds of the other side are still known by their own offsets.
+    assert [x() is not None for x in seen] == [False, stays == "queries", stays == "keys", False]
+    assert len(cache) == 1
+    sides.clear()
+    assert not cache
+
+
+def test_lists_of_offsets_that_autograd_alone_holds_stay(cache):
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, cu):
+            ctx.save_for_backward(cu)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_out):
+            (cu,) = ctx.saved_tensors
+            return d_out * (schedule.bounds(cu, 11) is seen()), None
+
+    x = torch.ones(1, requires_grad=True)
+    cu = offsets(5, 6)
+    out = Saving.apply(x, cu)
+    seen = weakref.ref(schedule.bounds(cu, 11))
+    del cu
+    out.backward()
+    assert x.grad == 1
+    del out
+    assert not cache
+
+
+def test_threads_may_drop_offsets_while_others_build(cache):
+    """The callbacks' own errors would be warnings, which are errors here."""
+    errors = []
+
+    def work(seed):
+        draw = random.Random(seed)
+        kept = []
+        try:
+            for _ in range(400):
+                cu = offsets(draw.randrange(9), draw.randrange(9))
+                expected = int(cu[1])
+                kept.append(cu)
+                kept[: max(0, len(kept) - draw.randrange(8))] = []
+                for _ in range(2):
+                    assert schedule.tiles(schedule.bounds(cu, 20), None, 2, 20, 16).shape[0] == 4
+                    assert int(schedule.bounds(cu, 20)[0, 1]) == expected
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
+    gc.collect()
+    assert not cache
+
+
+def test_stopping_to_share_lets_go_of_all_lists_and_of_those_built_from_them(cache, monkeypatch):
+    monkeypatch.setattr(schedule, "_is_shared", True)
+    cu = [offsets(5, length) for length in range(20)]
+    for x in cu:
+        schedule.lists(x, x, 2, 40, 40, 16, "queries")
+    seen = [weakref.ref(entry[0]) for entry in cache.values() if isinstance(entry[0], torch.Tensor)]
+    assert len(seen) == 40
+    schedule.stop_sharing()
+    assert not cache and not any(x() is not None for x in seen)
+    assert schedule.bounds(cu[0], 40) is not schedule.bounds(cu[0], 40)
 
 
 def test_heads_first_tensors_are_copied_so_that_their_length_is_not_compiled_in():
