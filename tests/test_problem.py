@@ -451,6 +451,37 @@ def test_the_portable_kernels_take_what_they_count_in_32_bits(changes, reason):
     assert large is not None and reason in large
 
 
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize(
+    ("changes", "got"), [({"heads": 2**16, "kv_heads": 2**16}, "65536 and 5"), ({"query_rows": 2**20}, "2 and 1048576")]
+)
+def test_shared_queries_of_more_heads_or_rows_than_a_grid_has_programs_are_refused(backend, changes, got, monkeypatch):
+    from gdpa.backends.hopper import backend as hopper
+
+    monkeypatch.setattr(hopper, "architecture", lambda device: 90)
+    monkeypatch.setattr(hopper, "_missing", lambda: None)
+    gpu = torch.device("cuda", 0)
+    for form in ("shared-query", "packed"):
+        small = dataclasses.replace(make_case(form, dtype=torch.bfloat16, head_dim=64).problem, device=gpu)
+        assert dispatch.reason_against(backend, small) is None
+        reason = dispatch.reason_against(backend, dataclasses.replace(small, **changes))
+        if form == "packed":
+            assert reason is None
+        else:
+            assert reason is not None and "at most 65535 heads and 1048560 rows" in reason and got in reason
+
+
+@needs_triton
+def test_no_tile_of_shared_queries_has_fewer_rows_than_the_refusal_goes_by():
+    from gdpa.backends import gpu
+    from gdpa.backends.triton import configs
+
+    tables = (configs._HOPPER, configs._PORTABLE, configs._FULL_PRECISION)
+    rows = [shape.block_m for table in tables for (kernel, *_), shape in table.items() if kernel == "query_gradient"]
+    assert len(rows) == 9 and min(rows) >= gpu.LEAST_QUERIES_OF_A_TILE
+
+
 def test_explain_goes_by_autocasts_dtype():
     q = torch.randn(1, 16, 1, 64)
     with spied_problems() as problems, torch.autocast("cpu", torch.bfloat16):

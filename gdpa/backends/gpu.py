@@ -17,6 +17,10 @@ from gdpa.problem import Problem
 RAGGED = 2**30
 # 128 rows of a tile are addressed in 32 bits.
 MOST_ROW_STRIDE = 2**23
+# A grid's y and z, where dQ of shared queries has its heads and its tiles, of 16 queries at least. With all in x, as the other kernels have
+# it, what is divided to find them spills on Hopper, in every step.
+MOST_IN_Y_AND_Z = 65535
+LEAST_QUERIES_OF_A_TILE = 16
 
 
 @cache
@@ -65,9 +69,17 @@ def mappable(x: Tensor) -> bool:
 
 
 def too_large(problem: Problem) -> str | None:
-    """Why the portable kernels cannot address a problem's tensors: they count rows, and address those of a tile, in 32 bits."""
+    """Why the portable kernels cannot address a problem's tensors, or count its programs: they count rows, and address those of a tile, in
+    32 bits."""
     if max(problem.query_rows, problem.key_rows) >= RAGGED:
         return f"it addresses fewer than {RAGGED} rows"
+    if problem.query_side == "shared":
+        most = MOST_IN_Y_AND_Z * LEAST_QUERIES_OF_A_TILE
+        if problem.heads > MOST_IN_Y_AND_Z or problem.query_rows > most:
+            got = f"{problem.heads} and {problem.query_rows}"
+            return (
+                f"of queries that all sequences share it takes at most {MOST_IN_Y_AND_Z} heads and {most} rows, and they are {got}"
+            )
     row = problem.heads * max(problem.head_dim, problem.value_dim)
     if row >= MOST_ROW_STRIDE:
         return f"it takes rows of fewer than {MOST_ROW_STRIDE} elements, all heads counted, and they have {row}"
