@@ -131,16 +131,15 @@ class Activation:
                 raise _unknown(fn)
             self._fill(fn, name)
         elif callable(fn):
-            from gdpa.tracing import trace  # its torch.fx is not needed for names
-
-            self._fill(trace(fn).key, name or str(getattr(fn, "__name__", type(fn).__name__)))
+            key = _key(fn) if torch.compiler.is_dynamo_compiling() else _traced_key(fn)
+            self._fill(key, name or str(getattr(fn, "__name__", type(fn).__name__)))
         else:
             raise GdpaError(f"fn: expected a callable, a name or an Activation, got {type(fn).__name__}")
 
     def _fill(self, key: str, name: str | None) -> None:
-        expression = _expression(key)
+        called = _called(key, name)
         object.__setattr__(self, "key", key)
-        object.__setattr__(self, "name", name or (key if key in _BUILT_INS else expression.formula))
+        object.__setattr__(self, "name", called)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an Activation cannot be changed, got an assignment to {name!r}")
@@ -172,11 +171,17 @@ class Activation:
         return _expression(self.key)
 
     def __call__(self, s: torch.Tensor) -> torch.Tensor:
-        """f(s), any float dtype, shape and device; differentiable."""
+        """f(s), any float dtype, shape and device; differentiable, and compiled with what is around it by torch.compile."""
+        if torch.compiler.is_dynamo_compiling():  # which need not follow how an expression is found and evaluated
+            result: torch.Tensor = torch.ops.gdpa.activation.default(s, self.key)
+            return result
         return _expression(self.key).value(s)
 
     def value_and_derivative(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(f(s), f'(s)), any float dtype, shape and device; outside autograd."""
+        if torch.compiler.is_dynamo_compiling():
+            value, derivative = torch.ops.gdpa.activation_pair.default(s, self.key)
+            return value, derivative
         return _expression(self.key).value_and_derivative(s)
 
     def __eq__(self, other: object) -> bool:
@@ -190,6 +195,12 @@ class Activation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.key, self.name)
+
+
+def _traced_key(fn: Function) -> str:
+    from gdpa.tracing import trace  # its torch.fx is not needed for names
+
+    return trace(fn).key
 
 
 def _restore(key: str, name: str) -> Activation:
@@ -284,6 +295,12 @@ def _callable_key(fn: Function) -> str:
 # in them keep their text; those that Dynamo sees raised in the code it reads do not.
 
 
+def _called(key: str, name: str | None) -> str:
+    """The name of an activation with this key, which is refused where it is malformed."""
+    expression = _expression(key)
+    return name or (key if key in _BUILT_INS else expression.formula)
+
+
 def _compiled_key(fn: Function) -> str:
     if isinstance(fn, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         _fail(
@@ -317,6 +334,6 @@ def _fail_capture(what: str) -> NoReturn:
     )
 
 
-for _constant in (_compiled_key, _fail, _fail_length, _fail_unknown, _fail_capture):
+for _constant in (_called, _compiled_key, _fail, _fail_length, _fail_unknown, _fail_capture):
     # What torch.compiler.assume_constant_result does, without importing Dynamo, which takes a second.
     vars(_constant)["_dynamo_marked_constant"] = True

@@ -1,6 +1,7 @@
-"""The operators `gdpa::forward` and `gdpa::backward`: what torch.compile, autograd, autocast, export and the FLOP counter see.
+"""The operators `gdpa::forward` and `gdpa::backward`: what torch.compile, autograd, autocast, export and the FLOP counter see; and those
+that stand for an Activation called by itself in a compiled region.
 
-Both take tensors, numbers and the activations' texts only, so a saved program runs in another process. Everything is decided from
+The two take tensors, numbers and the activations' texts only, so a saved program runs in another process. Everything is decided from
 them when the operator runs: the Problem, the backend, and (on a CPU) whether the offsets are sound.
 Registered with `Library.define` and `impl`: with gradients the custom_op decorator costs about 110 microseconds a call, this 10.
 """
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from gdpa import dispatch, inductor
+from gdpa.activations import Activation
 from gdpa.errors import GdpaError
 from gdpa.problem import (
     NO_SCALE_GRADIENT,
@@ -43,6 +45,11 @@ library.define(
     f"backward(Tensor d_out, Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool needs_dq, bool needs_dk, bool needs_dv) "
     "-> (Tensor, Tensor, Tensor)"
 )
+# An Activation that is called in a compiled region: one node of Dynamo's graph, and torch's own operations in what is compiled of it.
+library.define("activation(Tensor s, str key) -> Tensor")
+library.define("activation_pair(Tensor s, str key) -> (Tensor, Tensor)")
+library.impl("activation", lambda s, key: Activation.from_key(key)(s), "CompositeImplicitAutograd")
+library.impl("activation_pair", lambda s, key: Activation.from_key(key).value_and_derivative(s), "CompositeImplicitAutograd")
 
 
 class Plan(NamedTuple):

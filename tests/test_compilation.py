@@ -347,6 +347,83 @@ class TestExport:
         assert any(node.target is torch.ops.gdpa.forward.default for node in program.graph.nodes)
 
 
+CALLED: dict[str, gdpa.Activation] = {
+    "gelu": gdpa.Activation("gelu"),
+    "relu2": gdpa.Activation("relu2"),
+    "custom": gdpa.Activation(lambda s: torch.tanh(s) ** 3 + s / 7),
+    "constant": gdpa.Activation(lambda s: 0.75),
+    "step": gdpa.Activation(lambda s: (s > 0).to(s.dtype)),
+}
+
+
+class TestAnActivationThatIsCalled:
+    @pytest.mark.parametrize("compiler", COMPILERS)
+    @pytest.mark.parametrize("f", CALLED.values(), ids=CALLED.keys())
+    def test_has_the_values_and_gradients_of_a_call_outside(self, compiler, f):
+        def function(x):
+            return f(x * 2) * x
+
+        x = torch.randn(3, 5, requires_grad=True)
+        compiled = torch.compile(function, backend=compiler, fullgraph=True)(x)
+        expected = function(x)
+        torch.testing.assert_close(compiled, expected)
+        weights = torch.randn(3, 5)
+        found, right = (torch.autograd.grad(out, x, weights)[0] for out in (compiled, expected))
+        torch.testing.assert_close(found, right)
+
+    def test_has_a_derivative_that_is_none_of_autograds(self):
+        x = torch.randn(5, requires_grad=True)
+        f = CALLED["custom"]
+        compiled = torch.compile(f.value_and_derivative, backend="aot_eager", fullgraph=True)(x)
+        for found, right in zip(compiled, f.value_and_derivative(x), strict=True):
+            assert not found.requires_grad
+            torch.testing.assert_close(found, right)
+
+    @pytest.mark.parametrize("fn", ["gelu", double_relu, torch.sin, CALLED["custom"], CALLED["custom"].key], ids=str)
+    def test_may_be_made_in_the_region(self, fn):
+        def function(x):
+            f = gdpa.Activation(fn)
+            return f(x), f.name, gdpa.attention(x, x, x, f)
+
+        x = torch.randn(1, 3, 2, 8)
+        compiled, expected = torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x)
+        assert compiled[1] == expected[1]
+        assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[2], expected[2])
+
+    def test_made_in_the_region_of_what_captures_is_refused(self):
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def function(x, alpha):
+            return gdpa.Activation(lambda s: s * alpha)(x)
+
+        with pytest.raises(Exception, match=r"build gdpa\.Activation\(fn\) outside the compiled region"):
+            function(torch.randn(3), 2.0)
+
+    def test_is_compiled_anew_for_another_and_for_no_other_rows(self):
+        counter = torch._dynamo.testing.CompileCounter()
+
+        @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+        def function(x, f):
+            return f(x)
+
+        for rows in (3, 4, 9):
+            for f in (CALLED["gelu"], CALLED["custom"]):
+                x = torch.randn(rows, 2)
+                assert torch.equal(function(x, f), f(x))
+        assert counter.frame_count == 2
+
+    def test_is_exported(self):
+        class Model(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return CALLED["custom"](x) + 1
+
+        x = torch.randn(2, 3)
+        program = torch.export.export(Model(), (x,))
+        saved = io.BytesIO()
+        torch.export.save(program, saved)
+        saved.seek(0)
+        assert torch.equal(torch.export.load(saved).module()(x), Model()(x))
+
+
 def test_a_max_seqlen_that_is_known_when_the_program_runs() -> None:
     """As flash-attn's users have it: the longest length, read from the offsets."""
     q, offsets = torch.randn(8, 4, 8), torch.tensor([0, 3, 3, 8])

@@ -81,6 +81,13 @@ class TestOpcheck:
         case = make_case(**options)
         torch.library.opcheck(torch.ops.gdpa.backward.default, (case.d_out, *operator_arguments(case), *needs))
 
+    @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+    @pytest.mark.parametrize("operator", ["activation", "activation_pair"])
+    def test_a_call_of_an_activation(self, operator, grad):
+        s = torch.randn(3, 5).requires_grad_(grad)
+        f = gdpa.Activation(lambda s: torch.tanh(s) ** 3)
+        torch.library.opcheck(getattr(torch.ops.gdpa, operator).default, (s, f.key))
+
     def test_strided_inputs(self):
         case = make_case(q_lengths=(5, 3), heads=2, head_dim=8)
         q, k, v = torch.randn(8, 2, 24, requires_grad=True).split(8, dim=-1)
