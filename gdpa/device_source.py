@@ -36,7 +36,7 @@ from gdpa.lifting import lift
 from gdpa.lowering import Precision
 from gdpa.spelling import WITH_TANH, spelled
 
-GENERATOR_VERSION = 21
+GENERATOR_VERSION = 22
 
 
 @dataclass(frozen=True)

@@ -70,14 +70,38 @@ def _pow(base: Term, exponent: Term) -> Term:
     if not isinstance(y, Ref) and abs(y) <= 16:
         if y == -0.5:
             return base.rsqrt()
+        if y == 0.5:
+            return base.sqrt()
         if 2 * y == int(2 * y) and y > 0:
-            return base.sqrt() * _integer_power(base, int(y))
+            return at_minus_infinity(base, math.inf, base.sqrt() * _integer_power(base, int(y)))
         if 2 * y == int(2 * y):
             # nan below zero comes from the root; the magnitudes give a negative zero +inf, as torch's pow does.
-            return 1.0 / (base.sqrt().abs() * _integer_power(base.abs(), int(-y)))
+            return at_minus_infinity(base, 0.0, 1.0 / (base.sqrt().abs() * _integer_power(base.abs(), int(-y))))
     if not isinstance(x, Ref) and 0.0 < x < math.inf:
         return exponent.exp2() if x == 2.0 else (exponent * math.log2(x)).exp2()
     return base._emit("pow", base, exponent)
+
+
+def at_minus_infinity(base: Term, result: float, otherwise: Term) -> Term:
+    """torch's pow takes -inf to where it takes +inf (0.5 and -0.5, its roots, aside), though what is below zero has no such powers."""
+    return otherwise if _is_never_negative(base) else base.eq(-math.inf).choose(result, otherwise)
+
+
+_NEVER_NEGATIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "sqrt", "rsqrt", "normal_cdf"})
+
+
+def _is_never_negative(x: Term, looks: int = 3) -> bool:
+    """What is known at so few looks: relu(s) ** 1.5 and (s * s + 1) ** -1.5 need no choice."""
+    if not isinstance(x.operand, Ref):
+        return x.operand >= 0
+    definition = x.builder.definition(x.operand)
+    if definition is None or looks == 0:
+        return False
+    name, operands = definition
+    if name == "mul" and operands[0] == operands[1]:
+        return True
+    known = (_is_never_negative(Term(x.builder, operand), looks - 1) for operand in operands)
+    return name in _NEVER_NEGATIVE or (name == "maximum" and any(known)) or (name in ("add", "mul", "minimum") and all(known))
 
 
 def _integer_power(base: Term, exponent: int) -> Term:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from gdpa.graph import SCORE, Builder, Graph, Operand, Ref, pruned
-from gdpa.lowering import Precision, Term
+from gdpa.lowering import Precision, Term, at_minus_infinity
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
@@ -97,7 +97,7 @@ def _power(x: Term, y: Term) -> Term:
     if isinstance(exponent, Ref) or not math.isfinite(exponent):
         return x.pow(y)
     if exponent != int(exponent):
-        return (x.log2() * exponent).exp2()
+        return at_minus_infinity(x, math.inf if exponent > 0 else 0.0, (x.log2() * exponent).exp2())
     magnitude = (x.abs().log2() * exponent).exp2()
     return magnitude if exponent % 2 == 0 else x.lt(0.0).choose(-magnitude, magnitude)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -325,6 +326,14 @@ def test_the_dense_form_equals_the_packed_form_of_equal_lengths(backend):
         backend=backend,
     )
     torch.testing.assert_close(case.call(q, k, v, backend).flatten(0, 1), packed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_half_power_of_an_infinite_score_is_torchs(backend):
+    q = v = torch.ones(1, 1, 1, 8)
+    for score in (-math.inf, math.inf, -8.0):
+        k = torch.full((1, 1, 1, 8), score / 8)
+        out = gdpa.attention(q, k, v, activation=lambda s: s**1.5, scale=1.0, backend=backend)
+        torch.testing.assert_close(out, (torch.full((), score) ** 1.5).expand_as(out), equal_nan=True)
 
 
 def test_a_shared_query_equals_its_copies_and_its_gradient_is_their_sum(backend):

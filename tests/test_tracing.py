@@ -11,6 +11,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ import gdpa
 import gdpa.tracing
 from gdpa.errors import GdpaError, UnsupportedActivation
 from gdpa.graph import Graph, Ref, Statement, formulas, parse_graph
+from gdpa.lowering import Precision
+from gdpa.spelling import spelled
 from gdpa.tracing import parse, trace
 
 HALF = 0.5
@@ -183,6 +186,46 @@ def test_primitive_graph_agrees_at_infinity(expressions, name):
     actual = expressions[name].pair.evaluate(s)
     assert_same(actual[0], value, s, 1e-6)
     assert_same(actual[1][:2], slope[:2], s[:2], 1e-6)
+
+
+@pytest.mark.parametrize("exponent", [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 1.7, 3])
+def test_powers_at_the_infinities_are_torchs(exponent):
+    """Of a number below zero a half power is no number, of -inf it is that of inf, but for the two that are roots."""
+    s = torch.tensor([-math.inf, math.inf, -2.0, -0.0, 0.0])
+    expected = derivative_by_autograd(lambda s: s**exponent, s)
+    expression = trace(lambda s: s**exponent)
+    for precision in get_args(Precision):
+        alone, pair = expression.value_for(precision), expression.pair_for(precision)
+        for graph in (alone, pair, spelled(alone, precision), spelled(pair, precision)):
+            for actual, wanted in zip(graph.evaluate(s), expected, strict=False):
+                assert_same(actual, wanted, s, 1e-6)
+
+
+NEVER_NEGATIVE = {
+    "relu": lambda s: torch.relu(s) ** 1.5,
+    "a square": lambda s: (s * s + 1) ** -1.5,
+    "a magnitude": lambda s: (s.abs() / 2) ** 2.5,
+    "an exponential": lambda s: torch.exp(s) ** 1.5,
+}
+
+
+@pytest.mark.parametrize("fn", NEVER_NEGATIVE.values(), ids=NEVER_NEGATIVE.keys())
+def test_half_powers_of_what_is_never_negative_make_no_choice(fn):
+    def operations(fn):
+        return {name for name, _ in trace(fn).pair.statements}
+
+    assert "eq" not in operations(fn)
+    assert "eq" in operations(lambda s: (s + 1) ** 1.5)
+
+
+def test_a_sum_of_itself_many_times_over_is_seen_through_no_further_than_needed():
+    def fn(s):
+        s = torch.exp(s)
+        for _ in range(60):
+            s = s + s * s
+        return (s + s) ** 1.5
+
+    assert trace(fn).pair.statements
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
