@@ -13,6 +13,7 @@ import torch
 from helpers import clean_env
 from torch.nn import functional
 
+from gdpa import folding
 from gdpa.activations import Activation, activations
 from gdpa.folding import ONE as WHOLE
 from gdpa.folding import SCALE, Coefficient, Folded, fold, unfolded
@@ -524,6 +525,37 @@ for name in json.loads(sys.argv[2]):
         counts.setdefault(name, []).append(two - one)
 print(json.dumps(counts))
 """
+
+
+@pytest.mark.parametrize("steps", [1, 20, 60])
+def test_the_search_goes_through_no_more_statements_for_long_activations(monkeypatch, steps):
+    """Every attempt goes through all of a graph: 128 of them took half a minute for a polynomial of 60 steps."""
+
+    def polynomial(s):
+        result = s
+        for i in range(steps):
+            result = result * s + 0.5 / (i + 1)
+        return result
+
+    graph = spelled(Activation(polynomial).expression.pair_for("bfloat16"), "bfloat16")
+    attempts = []
+    run = folding._Folder.run
+
+    def counted(self, *arguments):
+        attempts.append(self._decisions)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(folding._Folder, "run", counted)
+    result = fold.__wrapped__(graph)
+    assert attempts[0] == () and len(set(attempts)) == len(attempts) > 1
+    assert len(attempts) <= 128
+    assert len(attempts) * len(graph.statements) <= 8192 or len(attempts) == 8
+    assert result.cost <= unfolded(graph).cost
+
+
+def test_as_many_ways_of_the_usual_activations_are_tried_as_ever():
+    graphs = [spelled(Activation(name).expression.pair_for(p), p) for name in activations() for p in get_args(Precision)]
+    assert {folding.most_attempts(graph) for graph in graphs} == {128}
 
 
 def test_the_compiler_needs_as_many_instructions_as_were_counted(tmp_path, keys):
