@@ -21,6 +21,13 @@ BLOCKS = [
     for index, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 
+# The modules with examples in their docstrings.
+EXAMPLES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "gdpa").rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block):
@@ -56,14 +63,17 @@ def test_the_options_in_the_docs_exist():
                 assert set(re.findall(r"--[a-z-]+", line)) <= known, line
 
 
-def test_examples_in_docstrings_run():
-    """The examples of the public docstrings."""
-    for name in ("api", "jagged", "activations", "data.traffic"):
-        module = importlib.import_module(f"gdpa.{name}")
-        names = {"gdpa": gdpa, "torch": torch, **vars(module)}
-        failed, ran = doctest.testmod(module, extraglobs=names)
-        assert ran, module.__name__
-        assert not failed, module.__name__
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_in_docstrings_run(name):
+    """With gdpa, torch and the module's own names imported; all else an example must import itself."""
+    module = importlib.import_module(name)
+    failed, ran = doctest.testmod(module, extraglobs={"gdpa": gdpa, "torch": torch})
+    assert ran == (ROOT / module.__file__).read_text().count(">>> "), "an example that doctest does not find"
+    assert not failed
+
+
+def test_there_are_examples_to_run():
+    assert {"gdpa.api", "gdpa.jagged", "gdpa.activations", "gdpa.data.traffic", "gdpa.nn.regions", "gdpa.models"} <= set(EXAMPLES)
 
 
 def test_readmes_measured_tables_are_those_of_the_results():

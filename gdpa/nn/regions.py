@@ -40,6 +40,7 @@ def compile_regions(module: nn.Module, *, backend: str | Callable[..., Any] = "i
         How many regions there are.
 
     Example:
+        >>> from gdpa.nn import PFFN
         >>> compile_regions(PFFN(64, 4, hidden=32, context_width=48))
         2
     """
