@@ -87,6 +87,36 @@ def test_ctrl_c_of_torchrun_writes_one_checkpoint_of_all_ranks(tmp_path, data):
     assert len(logs.losses(folder / "log.jsonl")) == state["step"]
 
 
+FULL = """
+from gdpa import cli
+from gdpa.errors import GdpaError
+from gdpa.train import log
+
+write = log.Log.write
+
+def full(self, event, step, **facts):
+    if step == 4:
+        raise GdpaError(f"the line of step {step} could not be written: No space left on device")
+    write(self, event, step, **facts)
+
+log.Log.write = full
+cli.run()
+"""
+
+
+def test_a_line_of_the_log_that_cannot_be_written_ends_every_rank_with_the_reason(tmp_path, data):
+    (tmp_path / "full.py").write_text(FULL)
+    folder = tmp_path / "run"
+    words = [*TWO_RANKS, str(tmp_path / "full.py"), *SMALL, "--data", str(data), "--out", str(folder), "--steps", "8"]
+    done = subprocess.run(words, env=clean_env(), capture_output=True, text=True, timeout=180)
+    assert done.returncode != 0
+    assert done.stderr.count("gdpa train: error: the line of step 4 could not be written: No space left on device") == 2, (
+        done.stderr
+    )
+    assert "Gloo" not in done.stderr and "[rank1]" not in done.stderr, done.stderr
+    assert [line["step"] for line in logs.lines(folder / "log.jsonl")] == [0, 2]
+
+
 def test_what_the_first_rank_cannot_read_or_write_ends_every_rank_with_the_reason(tmp_path, data):
     """The others would wait for it in vain, and end with an error of the connection."""
     folder = tmp_path / "run"

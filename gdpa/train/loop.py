@@ -125,8 +125,7 @@ class Loop:
                     self.updates.check()
                 if reads or stopped:
                     reading = self._read(window, host_batch)
-                    if log is not None:
-                        log.write("steps", self.step, losses=torch.stack(losses).tolist(), **_facts(reading, norms))
+                    self._write(log, reading, losses, norms)
                     display.read(reading)
                     losses, norms = [], []
                     self._clock.start()
@@ -136,6 +135,15 @@ class Loop:
                     self._clock.start()
         self.save()
         return Outcome(self.step, None if stopped else self.evaluate(), self._clock.samples_per_s)
+
+    def _write(self, log: Log | None, reading: Reading, losses: list[Tensor], norms: list[Tensor]) -> None:
+        """A line of the log, by the first rank. Where it cannot, all ranks end with the reason."""
+
+        def write() -> None:
+            if log is not None:
+                log.write("steps", self.step, losses=torch.stack(losses).tolist(), **_facts(reading, norms))
+
+        self.world.by_first(write)
 
     def _asked_to_stop(self) -> bool:
         return self.world.any(self._stop())
