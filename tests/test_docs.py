@@ -176,22 +176,123 @@ def test_figures_quoted_from_the_h200s_files_are_theirs():
     assert f"is {low} to {high} on the hopper backend, {triton_low} to {triton_high} on triton" in numerics
 
 
+FRACTION = r"(?<![\d.])[01]\.\d{3}(?!\d)"
+# What the tables of experiments are written in: activations, fractions or arrows between two, and sizes, such as `2048`, `lengths to 512`,
+# `lengths to 1024 x 256`, `to 2048 with 2048 keys`, `causal 1024`.
+WORDS = re.compile(
+    rf"(?P<activation>SiLU|gelu_tanh|gelu|relu)|(?P<figures>{FRACTION}(?:\s*->\s*{FRACTION})?)|(?P<none>\bnone\b)|(?P<end>\.(?= |$))"
+    r"|(?P<kind>causal|heavy-tailed|jagged|lengths)?\s*(?P<to>\bto )?(?<![\d.,=])\b(?P<rows>\d{3,5})"
+    r"(?: x (?P<dense>\d+)| with (?P<with>\d+) keys|(?P<keys> keys))?(?![\d.])|with (?P<same>\d+) keys"
+)
+
+
+def case_of(word: re.Match[str]) -> str:
+    """The pattern of a case's name in results/experiments/h200.json, of a size in the tables."""
+    rows, dense = word["rows"] or word["same"], word["dense"] or word["with"] or word["same"]
+    if dense:
+        packed = {"jagged": "-jag", "lengths": "-jag"}.get(word["kind"], "-jag" if word["to"] else "")
+        return rf"(?<!\d){rows}x{dense}" + ("(?:-jag)?" if word["same"] else packed) + r"(?![-\d])"
+    if word["kind"] == "heavy-tailed":
+        return rf"(?<!\d)(?:{rows}-)?tail(?![-\w])"
+    if word["kind"] == "causal":
+        return rf"causal-{rows}(?![-\d])"
+    if word["to"] or word["kind"]:
+        return rf"(?<![\dx]){rows}-jag(?!-)"
+    return rf"(?<![\w-])(?:self-)?{rows}(?![\dx]|-(?!gelu|silu))" + (rf"|x{rows}(?!\d)" if word["keys"] else "")
+
+
+def quotations(cell: str) -> list[tuple[str | None, str | None, tuple[str, ...]]]:
+    """(activation, case, fractions) of what a cell quotes. A fraction with no size before it is of the size that the activation before
+    had in its place, or of the last size."""
+    found: list[tuple[str | None, str | None, tuple[str, ...]]] = []
+    activation = size = last = None
+    sizes, earlier = [], []
+    for word in WORDS.finditer(cell):
+        if word["end"]:
+            activation = size = last = None
+            sizes, earlier = [], []
+        elif word["activation"]:
+            if word["activation"] != activation:
+                earlier, sizes, size = sizes or earlier, [], None
+            activation = word["activation"]
+        elif word["figures"] or word["none"]:
+            size = last = size or (earlier[len(sizes)] if len(sizes) < len(earlier) else last)
+            sizes.append(size)
+            if word["figures"]:
+                found.append((activation, size, tuple(re.findall(FRACTION, word["figures"]))))
+            size = None
+        else:
+            size = case_of(word)
+    return found
+
+
+def fractions_of(data, path=()):
+    """(path, value) of every fraction of the floor in a file of experiments."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from fractions_of(value, (*path, name))
+        elif "fraction" in name and isinstance(value, int | float):
+            yield path, f"{value:.3f}"
+
+
+def is_measured(activation, size, fractions, measured):
+    """Whether one case of one run has all of them, of this activation and size."""
+    cases: dict[tuple[str, ...], set[str]] = {}
+    for path, value in measured:
+        depth = next((i for i, name in enumerate(path) if i and re.search(size or "", name)), None)
+        # Where the runs' names of variants say gelu and mean gelu_tanh, their header says so.
+        plain = activation == "gelu_tanh" and path[0] in ("forward gelu", "forward packed and three")
+        name = r"gelu\w*" if plain else rf"{(activation or '').lower()}(?:_[a-z])?"
+        if depth is not None and (activation is None or re.search(rf"(?<![a-z_]){name}(?![a-z_])", " / ".join(path[1:]))):
+            cases.setdefault(path[: depth + 1], set()).add(value)
+    return any(set(fractions) <= found for found in cases.values())
+
+
 def test_fractions_that_design_quotes_of_the_hopper_kernels_were_measured():
-    """Those of three decimals are experiments'; the tables' own have two, and tests above."""
-    measured: set[str] = set()
-
-    def collect(data):
-        for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
-            measured.update([f"{value:.3f}"] if isinstance(value, int | float) else ())
-            collect(value)
-
-    collect(json.loads((ROOT / "results" / "experiments" / "h200.json").read_text())["runs"])
+    """Those of three decimals are experiments'; the tables' own have two, and tests above. In the tables of experiments both ends of an
+    arrow are of one case of one run, of the size and activation they are said to be of; in prose a fraction is one of those measured."""
+    runs = json.loads((ROOT / "results" / "experiments" / "h200.json").read_text())["runs"]
+    measured = list(fractions_of(runs))
+    values = {value for _, value in measured}
     design = (ROOT / "docs" / "design.md").read_text()
     backend = design.split("### Hopper backend")[1].split("### Triton backend")[0]
     experiments = design.split("## Experiments with the Hopper kernels")[1]
-    quoted = re.findall(r"(?<![\d.])[01]\.\d{3}(?!\d)", backend + experiments)
-    assert len(quoted) > 500
-    assert not set(quoted) - measured, f"not in results/experiments/h200.json: {sorted(set(quoted) - measured)}"
+    prose = backend + "\n".join(line for line in experiments.splitlines() if not line.startswith("|"))
+    assert not set(re.findall(FRACTION, prose)) - values
+    quoted, wrong = 0, []
+    for row in (line for line in experiments.splitlines() if line.startswith("|")):
+        named = [name for name in re.findall(r'"([^"]+)"', row) if name in runs]
+        for cell in row.strip("| ").split(" | "):
+            both = [name for name in ("SiLU", "gelu_tanh", "gelu") if re.search(rf"\b{name}\b", cell)]
+            for activation, size, fractions in quotations(cell):
+                quoted += len(fractions)
+                there = [(path, value) for path, value in measured if not named or path[0] in named]
+                # `SiLU: a -> b, gelu_tanh c -> d; 2048: e -> f, g -> h` leaves out whose e, f, g and h are.
+                ways = [activation, *both] if activation else [None]
+                if not any(is_measured(way, size, fractions, there) for way in ways):
+                    wrong.append((activation, size, fractions, cell[:60]))
+    tables = "\n".join(line for line in experiments.splitlines() if line.startswith("|"))
+    assert quoted == len(re.findall(FRACTION, tables)) > 600
+    assert not wrong, "not in results/experiments/h200.json: " + "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize(
+    ("cell", "right"),
+    [
+        ("SiLU 2048: 0.814 -> 0.785, lengths to 2048: 0.763 -> 0.702; gelu_tanh 0.769 -> 0.748, 0.725 -> 0.673", True),
+        ("SiLU 1024: 0.814 -> 0.785", False),
+        ("gelu_tanh 2048: 0.814 -> 0.785", False),
+        ("SiLU 2048: 0.814 -> 0.702", False),
+        ("SiLU 2048: 0.763 -> 0.702", False),
+        ("SiLU 2048: 0.814 -> 0.785; gelu_tanh 0.725 -> 0.673", False),
+    ],
+)
+def test_a_fraction_of_another_row_or_column_is_noticed(cell, right):
+    """Each of these stands somewhere in the file."""
+    measured = list(fractions_of(json.loads((ROOT / "results" / "experiments" / "h200.json").read_text())["runs"]))
+    assert set(re.findall(FRACTION, cell)) <= {value for _, value in measured}
+    there = [(path, value) for path, value in measured if path[0] == "backward dP issued early"]
+    assert all(is_measured(*quotation, there) for quotation in quotations(cell)) == right
 
 
 def test_every_results_file_is_whole_and_says_how_it_was_made():
