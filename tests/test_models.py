@@ -368,6 +368,26 @@ class TestSequences:
         assert window_pairs(torch.tensor(lengths), window) == pairs
         assert banded_attention(q[:0], k[:0], v[:0], offsets[:1], window).shape == (0, 2, 4)
 
+    @pytest.mark.parametrize("sequence", range(5))
+    def test_a_nan_stays_in_its_own_sequence(self, sequence: int) -> None:
+        """Also those of rows that no sequence covers, the last of five; forward and in all gradients."""
+        offsets = gdpa.offsets_from_lengths(torch.tensor([5, 70, 1, 33]))
+        ends = [*offsets.tolist(), 120]
+        rows = slice(ends[sequence], ends[sequence + 1])
+        inputs = torch.randn(4, 120, 2, 4)
+        poisoned = inputs.clone()
+        poisoned[:, rows] = math.nan
+        others = torch.ones(120, dtype=torch.bool)
+        others[rows] = False
+        results = []
+        for x in (inputs, poisoned):
+            q, k, v = (y.requires_grad_() for y in x[:3].clone().unbind())
+            out = banded_attention(q, k, v, offsets, 40)
+            results.append((out, *torch.autograd.grad(out, (q, k, v), x[3])))
+        for clean, dirty in zip(*results, strict=True):
+            assert torch.equal(clean[others], dirty[others])
+        assert results[1][0][rows].isnan().all()
+
     def test_tokens_are_prepended_and_both_ends_read(self) -> None:
         values, tokens = torch.arange(6.0)[:, None], -torch.arange(1.0, 7.0).view(3, 2, 1)
         joined, offsets = prepend(values, torch.tensor([0, 2, 2, 6], dtype=torch.int32), tokens)

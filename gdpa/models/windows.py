@@ -1,8 +1,8 @@
 """Softmax self-attention in a causal sliding window, over packed sequences, by PyTorch's own attention.
 
-On CUDA in bf16 or fp16 it is `torch.nn.attention.varlen.varlen_attn`, where it takes a window. Elsewhere the rows are cut into chunks
-of at least the window's size, whatever the sequences, and each chunk attends to itself and the one before under a mask that keeps
-sequences apart: `scaled_dot_product_attention` over about 2 * window keys per row. Neither pads a sequence to another's length.
+On CUDA in bf16 or fp16 it is `torch.nn.attention.varlen.varlen_attn`, where it takes a window. Elsewhere each sequence is cut into
+chunks of at least the window's size, and each chunk attends to itself and the one before: `scaled_dot_product_attention` over about
+2 * window keys per row. Neither pads a sequence to another's length, and neither lets a NaN of one reach another.
 """
 
 from __future__ import annotations
@@ -75,29 +75,38 @@ def varlen_takes_windows() -> bool:
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int) -> Tensor:
-    """q, k, v (T, H, D) -> (T, H, D): the windowed attention by chunks of rows."""
+    """q, k, v (T, H, D) -> (T, H, D): the windowed attention by chunks of rows.
+
+    A chunk holds rows of one sequence. Not a mask but zeros in its place keep the chunk before out where that is another's: what is masked
+    is multiplied by 0, and 0 * NaN is NaN."""
     rows, chunk = q.shape[0], max(window, SHORTEST_CHUNK)
     if rows == 0:
         return v  # on CUDA, scaled_dot_product_attention of torch 2.11 returns None for an empty batch
-    chunks = (rows + chunk - 1) // chunk
-    spare = chunks * chunk - rows
-    sequence = functional.pad(rows_to_sequences(offsets, rows), (0, spare), value=-1).view(chunks, chunk)
-    before = functional.pad(sequence, (0, 0, 1, 0), value=-2)[:-1]
-    distance = torch.arange(chunk, device=q.device)[:, None] - torch.arange(-chunk, chunk, device=q.device)
-    near = (distance >= 0) & (distance < window)  # [chunk, 2 * chunk]
-    mask = near & (sequence[:, :, None] == torch.cat((before, sequence), dim=1)[:, None, :])
+    sequence = rows_to_sequences(offsets, rows)  # rows behind the last sequence are one of their own
+    starts = offsets.long()
+    stops = torch.cat((starts[1:], starts.new_full((1,), rows)))
+    chunks_until = ((stops - starts + chunk - 1) // chunk).cumsum(0)
+    chunks = rows // chunk + starts.shape[0]  # as many as there may be: the number of them is known to the device alone
+    owner = torch.searchsorted(chunks_until, torch.arange(chunks, device=q.device), right=True)
+    follows = functional.pad(owner[1:] == owner[:-1], (1, 0), value=False)
+    first = functional.pad(chunks_until[:-1], (1, 0)) * chunk  # row of each sequence
+    places = first[sequence] + torch.arange(rows, device=q.device) - starts[sequence]
 
     def chunked(x: Tensor) -> Tensor:
-        padded: Tensor = functional.pad(x, (0, 0, 0, 0, 0, spare)).unflatten(0, (chunks, chunk))
-        return padded.transpose(1, 2)  # [chunks, H, chunk, D]
+        padded = x.new_zeros(chunks * chunk, *x.shape[1:]).index_copy(0, places, x)
+        return padded.unflatten(0, (chunks, chunk)).transpose(1, 2)  # [chunks, H, chunk, D]
 
     def with_previous(x: Tensor) -> Tensor:
         own = chunked(x)
-        return torch.cat((functional.pad(own, (0, 0, 0, 0, 0, 0, 1, 0))[:-1], own), dim=2)
+        before = functional.pad(own, (0, 0, 0, 0, 0, 0, 1, 0))[:-1]
+        return torch.cat((torch.where(follows[:, None, None, None], before, 0), own), dim=2)
 
+    distance = torch.arange(chunk, device=q.device)[:, None] - torch.arange(-chunk, chunk, device=q.device)
+    near = (distance >= 0) & (distance < window)  # [chunk, 2 * chunk]
+    there = torch.stack((follows, torch.ones_like(follows)), dim=1).repeat_interleave(chunk, dim=1)  # [chunks, 2 * chunk]
+    mask = near & there[:, None, :]
     attended = functional.scaled_dot_product_attention(chunked(q), with_previous(k), with_previous(v), attn_mask=mask[:, None])
-    out: Tensor = attended.transpose(1, 2).flatten(0, 1)[:rows]
-    return out
+    return attended.transpose(1, 2).flatten(0, 1)[places]
 
 
 def window_pairs(lengths: Tensor, window: int) -> int:

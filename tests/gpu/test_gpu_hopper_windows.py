@@ -136,7 +136,9 @@ class TestCausalGradients:
         for batch in (1, 7):
             check(self.case("dense", (length,) * batch, seed=batch), "hopper")
 
-    @pytest.mark.parametrize(("form", "lengths", "heads"), [("packed", (6000,), 3), ("dense", (14500,), 1), ("dense", (5000, 5000), 4)])
+    @pytest.mark.parametrize(
+        ("form", "lengths", "heads"), [("packed", (6000,), 3), ("dense", (14500,), 1), ("dense", (5000, 5000), 4)]
+    )
     def test_sequences_of_more_tiles_than_can_wait_for_one_another(self, form, lengths, heads):
         """In a fixed order they go through fewer programs than every Hopper GPU has: 38 tiles of three heads, 113 of one, 40 of four."""
         check(self.case(form, lengths, heads=heads, head_dim=64, deterministic=True), "hopper")
