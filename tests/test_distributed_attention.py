@@ -99,7 +99,7 @@ def tensors_of(case: Case) -> tuple[list[Tensor], list[Tensor | None], Tensor | 
 
 def call(case: Case, qkv: list[Any], offsets: list[Tensor | None], out_scale: Any) -> Any:
     options: dict[str, Any] = {"activation": PER_HEAD[: case.heads] if case.per_head else "gelu", "causal": case.causal}
-    if offsets == [None, None]:
+    if offsets[0] is None and offsets[1] is None:  # a Tensor == None is not traced by torch 2.11
         return gdpa.attention(*qkv, out_scale=out_scale, **options)
     return gdpa.attention_varlen(*qkv, *offsets, out_scale=out_scale, **options)
 
