@@ -63,6 +63,7 @@ def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
             message names the operation and lists what can be used.
     """
     with _LOCK, _isolated():
+        _keep_stand_in()
         recorded, result = _record(fn)
         value = _Translation(recorded).graph
         _check_result(result)
@@ -155,6 +156,32 @@ def _record(fn: Callable[[torch.Tensor], Any], *, derivative: bool = False) -> t
             if node.target is torch.ops.aten.alias.default:  # how torch 2.15 records it
                 node.target = torch.ops.aten.detach.default
     return graph, returned[0]
+
+
+@cache
+def _keep_stand_in() -> None:
+    """Keep from crashing what is traced or compiled after a thread that traced has ended.
+
+    Where torch is built for GPUs and finds none, the first FakeTensorMode (make_fx enters some) puts a stand-in for the GPU's device
+    guard into the process's registry. Torch 2.11 frees it with the thread that put it there, and the next mode reads it. So one that
+    stays puts it.
+    """
+    if torch.__version__ >= (2, 12) or torch.cuda.is_available():  # type: ignore[operator]  # a TorchVersion
+        return
+    if threading.current_thread() is threading.main_thread():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    is_there = threading.Event()
+
+    def put_and_stay() -> None:
+        try:
+            torch._C._ensureCUDADeviceGuardSet()
+        finally:
+            is_there.set()
+        threading.Event().wait()
+
+    threading.Thread(target=put_and_stay, name="gdpa-keeps-device-guard", daemon=True).start()
+    is_there.wait()
 
 
 def _say_that_nothing_is_traced() -> None:

@@ -285,6 +285,20 @@ def test_a_compiled_function_is_an_activation_alone_and_inside_another(backend):
     torch.testing.assert_close(compiled(x), x * 2 + x.sin())
 
 
+def test_a_thread_that_traced_and_ended_leaves_a_process_that_traces_and_compiles():
+    """torch 2.11 built for GPUs, where there is none, died here of a stand-in for the device's guard, freed with the thread."""
+    script = """
+import threading, torch, gdpa
+first = threading.Thread(target=gdpa.Activation, args=(lambda s: s * 2,))
+first.start()
+first.join()
+print(gdpa.Activation(lambda s: s * 3).expression.formula)
+print(torch.compile(lambda x: x * 5, backend="eager")(torch.ones(1)).item())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "s * 3\n5.0\n"), done.stderr
+
+
 def test_a_process_forked_while_another_thread_traces_can_trace():
     script = """
 import os, threading, torch, gdpa
