@@ -62,6 +62,14 @@ def trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
         UnsupportedActivation: `fn` does something that is not elementwise and deterministic in its argument; the
             message names the operation and lists what can be used.
     """
+    if "torch._dynamo" not in sys.modules:
+        return _trace(fn)
+    # Where it has broken off a graph, it would compile what is called here too, and not be told meanwhile how compiled functions run.
+    expression: Expression = torch.compiler.disable(_trace)(fn)
+    return expression
+
+
+def _trace(fn: Callable[[torch.Tensor], Any]) -> Expression:
     with _LOCK, _isolated():
         _keep_stand_in()
         recorded, result = _record(fn)

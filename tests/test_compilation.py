@@ -206,6 +206,16 @@ class TestCompile:
             f = gdpa.Activation(lambda s, power=power: torch.relu(s) ** power)
             assert torch.equal(compiled(q, f), gdpa.attention(q, q, q, activation=f))
 
+    def test_an_activation_built_where_a_graph_breaks(self):
+        @torch.compile(backend="eager")
+        def compiled(q, power):
+            return gdpa.attention(q, q, q, activation=gdpa.Activation(lambda s: torch.relu(s) ** power))
+
+        q = torch.randn(1, 4, 2, 8)
+        for power in (2, 3, 2.5):
+            f = gdpa.Activation(lambda s, power=power: torch.relu(s) ** power)
+            assert torch.equal(compiled(q, power), gdpa.attention(q, q, q, activation=f))
+
     def test_nested_tensors(self):
         offsets = offsets_of((5, 1, 7), torch.int64)
         values = torch.randn(13, 2, 8, requires_grad=True)
