@@ -88,25 +88,29 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: i
     chunks_until = ((stops - starts + chunk - 1) // chunk).cumsum(0)
     chunks = rows // chunk + starts.shape[0]  # as many as there may be: the number of them is known to the device alone
     owner = torch.searchsorted(chunks_until, torch.arange(chunks, device=q.device), right=True)
-    follows = functional.pad(owner[1:] == owner[:-1], (1, 0), value=False)
+    follows = functional.pad(
+        owner[1:] == owner[:-1], (1, 1), value=False
+    )  # whether a chunk goes on with the sequence of the one before
     first = functional.pad(chunks_until[:-1], (1, 0)) * chunk  # row of each sequence
-    places = first[sequence] + torch.arange(rows, device=q.device) - starts[sequence]
+    own = first[sequence] + torch.arange(rows, device=q.device) - starts[sequence]
+    # As keys, rows stand behind those of the chunk before, and before those of the chunk after; or behind everything, where none follows.
+    after = torch.where(follows[own // chunk + 1], own // chunk + 1, chunks)
+    places = torch.cat((own + (own // chunk + 1) * chunk, after * 2 * chunk + own % chunk))
 
-    def chunked(x: Tensor) -> Tensor:
-        padded = x.new_zeros(chunks * chunk, *x.shape[1:]).index_copy(0, places, x)
-        return padded.unflatten(0, (chunks, chunk)).transpose(1, 2)  # [chunks, H, chunk, D]
+    def queries(x: Tensor) -> Tensor:
+        laid_out = x.new_zeros(chunks * chunk, *x.shape[1:]).index_copy(0, own, x)
+        return laid_out.unflatten(0, (chunks, chunk)).transpose(1, 2)  # [chunks, H, chunk, D]
 
-    def with_previous(x: Tensor) -> Tensor:
-        own = chunked(x)
-        before = functional.pad(own, (0, 0, 0, 0, 0, 0, 1, 0))[:-1]
-        return torch.cat((torch.where(follows[:, None, None, None], before, 0), own), dim=2)
+    def keys(x: Tensor) -> Tensor:
+        laid_out = x.new_zeros((2 * chunks + 1) * chunk, *x.shape[1:]).index_copy(0, places, torch.cat((x, x)))
+        return laid_out[: 2 * chunks * chunk].unflatten(0, (chunks, 2 * chunk)).transpose(1, 2)  # [chunks, H, 2 * chunk, D]
 
     distance = torch.arange(chunk, device=q.device)[:, None] - torch.arange(-chunk, chunk, device=q.device)
     near = (distance >= 0) & (distance < window)  # [chunk, 2 * chunk]
-    there = torch.stack((follows, torch.ones_like(follows)), dim=1).repeat_interleave(chunk, dim=1)  # [chunks, 2 * chunk]
+    there = torch.stack((follows[:-1], torch.ones_like(follows[1:])), dim=1).repeat_interleave(chunk, dim=1)  # [chunks, 2 * chunk]
     mask = near & there[:, None, :]
-    attended = functional.scaled_dot_product_attention(chunked(q), with_previous(k), with_previous(v), attn_mask=mask[:, None])
-    return attended.transpose(1, 2).flatten(0, 1)[places]
+    attended = functional.scaled_dot_product_attention(queries(q), keys(k), keys(v), attn_mask=mask[:, None])
+    return attended.transpose(1, 2).flatten(0, 1)[own]
 
 
 def window_pairs(lengths: Tensor, window: int) -> int:
