@@ -18,6 +18,7 @@ import torch
 from helpers import clean_env, needs_triton
 from simulator import assembly
 from simulator.races import READ, WRITE, Box, Epoch, Fault, History
+from test_compile_kernels import NEWEST, NEWEST_VERSION
 
 pytestmark = needs_triton
 
@@ -26,9 +27,13 @@ SHARDS = 6
 OPTIONS_OF_A_SHARD = -(-FUZZ // SHARDS) or 2
 
 
-def reports(module: str, *arguments: Any) -> list[dict[str, Any]]:
+def reports(module: str, *arguments: Any, newest: bool = False) -> list[dict[str, Any]]:
     env = clean_env()
     env["PYTHONPATH"] = f"{Path(__file__).parent}:{env['PYTHONPATH']}"
+    if newest:
+        if not (NEWEST / "triton").exists():
+            pytest.skip(f"Triton {NEWEST_VERSION} is not in .venv/triton-newest (make test installs it)")
+        env["PYTHONPATH"] = f"{NEWEST}:{env['PYTHONPATH']}"
     command = [sys.executable, "-m", f"simulator.{module}", *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -46,13 +51,20 @@ def test_random_problems(shard):
     assert launched["backward_kernel"] > 0
 
 
-def test_problems_that_once_failed():
-    found = reports("problems", "known")
+@pytest.mark.parametrize("newest", [False, True], ids=["installed Triton", f"Triton {NEWEST_VERSION}"])
+def test_problems_that_once_failed(newest):
+    found = reports("problems", "known", newest=newest)
     assert [x for x in found if "error" in x] == []
     assert all(x["launches"][:2] == ["forward_kernel", "backward_kernel"] for x in found)
 
 
-@pytest.mark.parametrize(("kernel", "every"), [("forward_kernel", 3), ("backward_kernel", 5)])
+def test_random_problems_of_the_newest_compiler():
+    found = reports("problems", 9000, OPTIONS_OF_A_SHARD, newest=True)
+    assert len(found) == 4 * OPTIONS_OF_A_SHARD
+    assert [x for x in found if "error" in x] == []
+
+
+@pytest.mark.parametrize(("kernel", "every"), [("forward_kernel", 2), ("backward_kernel", 4)])
 def test_a_kernel_that_lacks_a_synchronisation_is_found_out(kernel, every):
     """Of all waits, arrivals and fences that are left out one at a time, but those that others imply: a consumer's wait for a copy that
     the one before has waited for, when it takes its turn after that."""

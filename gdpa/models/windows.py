@@ -98,12 +98,12 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: i
     places = torch.cat((own + (own // chunk + 1) * chunk, after * 2 * chunk + own % chunk))
 
     def queries(x: Tensor) -> Tensor:
-        laid_out = x.new_zeros(chunks * chunk, *x.shape[1:]).index_copy(0, own, x)
-        return laid_out.unflatten(0, (chunks, chunk)).transpose(1, 2)  # [chunks, H, chunk, D]
+        laid_out: Tensor = x.new_zeros(chunks * chunk, *x.shape[1:]).index_copy(0, own, x)
+        return laid_out.view(chunks, chunk, *x.shape[1:]).transpose(1, 2)  # [chunks, H, chunk, D]
 
     def keys(x: Tensor) -> Tensor:
-        laid_out = x.new_zeros((2 * chunks + 1) * chunk, *x.shape[1:]).index_copy(0, places, torch.cat((x, x)))
-        return laid_out[: 2 * chunks * chunk].unflatten(0, (chunks, 2 * chunk)).transpose(1, 2)  # [chunks, H, 2 * chunk, D]
+        laid_out: Tensor = x.new_zeros((2 * chunks + 1) * chunk, *x.shape[1:]).index_copy(0, places, torch.cat((x, x)))
+        return laid_out[:-chunk].view(chunks, 2 * chunk, *x.shape[1:]).transpose(1, 2)  # [chunks, H, 2 * chunk, D]
 
     distance = torch.arange(chunk, device=q.device)[:, None] - torch.arange(-chunk, chunk, device=q.device)
     near = (distance >= 0) & (distance < window)  # [chunk, 2 * chunk]

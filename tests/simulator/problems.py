@@ -59,7 +59,12 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def draw_case(draw: random.Random, options: dict[str, Any]) -> Case:
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x as part of a tensor that has a head more, of NaN: read in place, and no column too many."""
+    return torch.cat((x, torch.full_like(x[..., :1, :], float("nan"))), -2)[..., :-1, :]
+
+
+def draw_case(draw: random.Random, options: dict[str, Any], layout: tuple[bool, ...]) -> Case:
     most = draw.choice((70, 130, 300, 700))
 
     def lengths(count: int) -> tuple[int, ...]:
@@ -75,7 +80,9 @@ def draw_case(draw: random.Random, options: dict[str, Any]) -> Case:
         case = case.with_inputs(q=case.inputs.q.abs() + 0.1, k=case.inputs.k.abs() + 0.1)
     if options["causal"] and options["form"] == "packed":
         case = case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q)
-    return replace(case, problem=replace(case.problem, deterministic=options["deterministic"]))
+    laid_out = {name: wide(getattr(case.inputs, name)) for name, is_wide in zip("qkv", layout, strict=False) if is_wide}
+    d_out = wide(case.d_out) if layout[3] else case.d_out
+    return replace(case.with_inputs(**laid_out), d_out=d_out, problem=replace(case.problem, deterministic=options["deterministic"]))
 
 
 @contextmanager
@@ -132,9 +139,10 @@ def run(index: int) -> Iterator[dict[str, Any]]:
     draw = random.Random(f"simulated {index}")
     options = draw_options(draw)
     needs = draw.choice(((True, True, True), (True, True, True), (False, True, True), (True, False, True), (True, True, False)))
+    layout = tuple(draw.random() < 0.2 for _ in range(4))
     with plans(draw) as thresholds:
         for turn in range(TURNS):
-            case = draw_case(draw, options)
+            case = draw_case(draw, options, layout)
             fate = draw.choice(("plain", "plain", "plain", "garbage", "poison"))
             report = run_one(draw, case, needs, fate, draw.choice((1, FEWEST, 3, 5)))
             yield {"index": index, "turn": turn, **report, "thresholds": thresholds}
