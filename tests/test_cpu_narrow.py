@@ -248,17 +248,38 @@ def test_what_an_activation_is_at_zero_does_not_reach_the_padding(activation: An
         ({"cpu_name": "AMD EPYC 9654", "avx512_bf16": True}, True),
         ({"cpu_name": "AMD EPYC 7763", "avx512_bf16": False}, False),
         ({"cpu_name": "Intel(R) Xeon(R) Platinum 8581C", "avx512_bf16": True}, False),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True, "amx_tile": True}, True),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True, "amx_tile": False}, False),
         ({"cpu_name": "", "architecture": "aarch64"}, False),
     ],
-    ids=["zen 4", "zen 3", "xeon", "arm"],
+    ids=["zen 4", "zen 3", "xeon", "xeon with AMX", "xeon without its tiles", "arm"],
 )
 def test_which_processors_are_fast(about: dict[str, Any], fast_at_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: about, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     fast = cpu_tensors.multiplies_fast.__wrapped__
     assert fast(torch.bfloat16) is fast_at_bf16
     assert not fast(torch.float16)
     assert not fast(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fast"),
+    [
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", False),
+        ("DNNL_MAX_CPU_ISA", "avx2", False),
+        ("ONEDNN_MAX_CPU_ISA", "AVX10_1_512_AMX", True),
+        ("ONEDNN_MAX_CPU_ISA", "DEFAULT", True),
+    ],
+)
+def test_amx_that_onednn_may_not_use_is_not_fast(variable: str, value: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"cpu_name": "Intel Xeon", "amx_bf16": True, "amx_tile": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: about, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setenv(variable, value)
+    assert cpu_tensors.multiplies_fast.__wrapped__(torch.bfloat16) is fast
 
 
 def test_a_torch_that_does_not_tell_is_taken_for_a_slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:

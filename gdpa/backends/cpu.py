@@ -28,8 +28,9 @@ Precision: bf16 and fp16 inputs are widened to fp32 when they are copied heads-f
 rounding of each result is fp32 (float64 for float64, and for tiny fp32 sequences). On most processors that is also the
 fastest choice: on an Emerald Rapids Xeon oneDNN's AVX-512 bf16 products ran at 140 GFLOP/s against 280 for MKL's fp32
 ones, and the AMX ones die of SIGILL on virtual machines that announce AMX without its tiles. Where bf16 products are the
-faster, on AMD's processors with AVX512_BF16, O, dV, dQ and dK are products of bf16 operands if one product makes all of
-them; S and dP stay fp32, which torch's bf16 products cannot return. oneDNN keeps code for each shape of them: see few_sizes.
+faster, on AMD's processors with AVX512_BF16 and Intel's with AMX, O, dV, dQ and dK are products of bf16 operands if one
+product makes all of them; S and dP stay fp32, which torch's bf16 products cannot return. oneDNN keeps code for each shape of
+them: see few_sizes.
 """
 
 from __future__ import annotations
