@@ -12,9 +12,10 @@ Triton's own intermediate form of a kernel (TTGIR), with its barriers, copies an
     launch.py         `simulated()`: the backend's host code, on CPU tensors, starts kernels here
 
 An access must come after every conflicting one by way of barriers, counters and waits, not by luck: clocks as of a race detector's go
-along with every arrival (races.py), so one run finds a missing wait in whatever order things happened. Beyond that it finds deadlocks,
-barriers that count wrong, copies of memory that was written without a fence, products used before they are waited for, and addresses
-outside of tensors.
+along with every arrival (races.py), so on the paths that a run takes it finds a missing wait in whatever order things happened. Beyond
+that it finds deadlocks, barriers that count wrong, copies of memory that was written without a fence, products used before they are
+waited for, and addresses outside of tensors. Orders that lead elsewhere (who takes the first ticket, what a look at a counter shows, a
+wait for a phase that the one before the last is taken for) it finds as draws bring them up.
 
-What it does not see: how the warps of one partition lie to each other (a partition is one thread here), time, and registers.
+What it does not see: how the warps of one partition lie to each other, but for copies that one thread starts; time; registers.
 """

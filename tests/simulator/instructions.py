@@ -77,7 +77,7 @@ def _unsigned(x: int, kind: str) -> int:
 
 
 # name: (of scalars, of tensors)
-BINARY: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+BINARY: dict[str, tuple[Callable[[Any, Any], Any] | None, Callable[[Any, Any], Any]]] = {
     "addi": (operator.add, torch.add),
     "subi": (operator.sub, torch.sub),
     "muli": (operator.mul, torch.mul),
@@ -94,10 +94,10 @@ BINARY: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] =
     "subf": (operator.sub, torch.sub),
     "mulf": (operator.mul, torch.mul),
     "divf": (_scalar_divide, torch.div),
-    "maximumf": (max, torch.maximum),
-    "minimumf": (min, torch.minimum),
-    "maxnumf": (max, torch.fmax),
-    "minnumf": (min, torch.fmin),
+    "maximumf": (None, torch.maximum),  # of scalars as of tensors: NaN is not Python's business
+    "minimumf": (None, torch.minimum),
+    "maxnumf": (None, torch.fmax),
+    "minnumf": (None, torch.fmin),
 }
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -138,6 +138,8 @@ def binary(name: str, x: Any, y: Any, kind: str) -> Any:
     of_scalars, of_tensors = BINARY[name]
     if isinstance(x, Tensor):
         return of_tensors(x, y)
+    if of_scalars is None:
+        return number(of_tensors(torch.tensor(x), torch.tensor(y)).item(), kind)
     return number(of_scalars(x, y), kind)
 
 
@@ -172,6 +174,8 @@ def select(condition: Any, x: Any, y: Any) -> Any:
 def convert(x: Any, source: str, target: str, unsigned: bool = False) -> Any:
     """To another type: rounded to even, or, of integers, cut off or extended."""
     x = plain(x)
+    if target == "i1" or (source == "i1" and not unsigned):
+        raise Fault(f"the simulator does not make {target} of {source}")
     if isinstance(x, Tensor):
         if target[0] == "i" and source[0] != "i":
             x = x.trunc()
@@ -197,7 +201,7 @@ def reduce(x: Tensor, axis: int, how: str) -> Any:
         result = x.sum(axis, dtype=x.dtype)
     elif how == "addf":
         result = x.sum(axis)
-    elif how in ("maxsi", "maximumf", "maxnumf"):
+    elif how in ("maxsi", "maximumf"):
         result = x.amax(axis)
     else:
         raise Fault(f"the simulator does not reduce by {how}")

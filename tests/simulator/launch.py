@@ -34,6 +34,9 @@ class Forgetful(dict[Any, Any]):
         pass
 
 
+MOST_AT_ONCE = 8  # programs of kernels that do not ask for it
+
+
 class Simulation:
     """What the launches of a `simulated()` have in common, and a count of them."""
 
@@ -41,23 +44,28 @@ class Simulation:
         self.seed = seed
         self.overlapping = overlapping
         self.launches: list[str] = []
+        self.kernels: list[Kernel] = []
+        self.forms: list[dict[str, Any]] = []  # the compile-time arguments of each
 
     def launch(self, function: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if warmup:
             raise Fault("the simulator starts kernels; it builds none for later")
         with gpu.target_architecture(90):
             kernel, values = compiled(function, args, options)
-        self.launches.append(kernel.translation.function)
-        together = options.get("launch_cooperative_grid", False) or kernel.translation.function == "forward_kernel"
-        self.start(kernel, values, tuple([*grid, 1, 1][:3]), together)
+        name = kernel.translation.function
+        self.launches.append(name)
+        self.kernels.append(kernel)
+        self.forms.append({key: value for key, value in options.items() if key.isupper()})
+        self.start(kernel, values, tuple([*grid, 1, 1][:3]), options.get("launch_cooperative_grid", False))
         return kernel
 
     def start(self, kernel: Kernel, values: list[Any], grid: tuple[int, int, int], together: bool) -> None:
-        """Programs that do not run together run one after the other: none may wait for another."""
+        """Programs that need not run together run one after the other, so that none waits for another, or, for their races, all at once."""
         self.seed += 1
         count = grid[0] * grid[1] * grid[2]
         numbers = range(count)
-        for batch in [list(numbers)] if together else [[x] for x in numbers]:
+        at_once = together or (count <= MOST_AT_ONCE and self.seed % 2 == 0)
+        for batch in [list(numbers)] if at_once else [[x] for x in numbers]:
             machine = Machine(self.seed, len(batch), self.overlapping)
             arguments = bind(machine, kernel.translation, values)
             for number in batch:
@@ -77,7 +85,7 @@ def compiled(function: JITFunction[Any], args: tuple[Any, ...], options: dict[st
     from triton.compiler.compiler import ir, make_backend
 
     options = {**options, "debug": False, "instrumentation_mode": ""}
-    _, _, target, backend, binder = function.device_caches[-90]
+    _, _, target, backend, binder = function.device_caches[-90]  # the number of gpu.target_architecture(90)
     bound, specialization, rest = binder(*args, **options)
     key = function, str(specialization), str(sorted(rest.items()))
     if key not in _compiled:

@@ -1,11 +1,26 @@
 """One launch: programs, their partitions, barriers, shared memory, the copy engine, and the scheduler.
 
+    PTX, or TTGIR                        here                       what it does to clocks
+    bar.sync, bar.arrive                 join, arrive               hand over, and take over where it syncs
+    mbarrier.arrive, barrier_expect      arrive_at                  hands over
+    wait_barrier                         wait                       takes over, of who arrived and what was copied
+    local_load, local_store              load, store                an access by threads
+    fence_async_shared                   fence                      the partition's stores may be read by copies and products
+    warp_group_dot, ..._wait             multiply, wait_products    the accesses of a product are over at its wait
+    async_tma_copy_global_to_local       copy_in                    over when the mbarrier's phase is
+    async_tma_copy_local_to_global       copy_out                   shared memory is read at
+    async_tma_store_wait                 wait_stores                this wait, by the thread that copied
+    wait_group 0; fence.acq_rel.gpu      stores_arrive              and the tensor written at this one; published
+    red.add, ld.acquire of a counter     count_up, await_count      hands what was published over; takes it over
+    fence.proxy.async.global             see_what_was_counted       copies may rely on it
+
 A partition is a generator that yields None where it may be interrupted, or a condition for which it waits. The scheduler draws who goes
 on. The copy engine's loads and stores are drawn as well, each at any time between its start and what waits for it.
 """
 
 from __future__ import annotations
 
+import linecache
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -20,9 +35,10 @@ from simulator.races import ADD, READ, WRITE, Box, Chunks, Epoch, Fault, History
 Condition = Callable[[], bool]
 Waiting = Generator[Condition | None, None, Any]
 
-THREADS = 32
+WARP = 32
 CHUNK = 16
 SHARED_MEMORY = 227 * 1024
+MOST_TURNS = 3_000_000
 
 
 class Block:
@@ -72,7 +88,7 @@ class NamedBarrier:
         self.name = name
         self.threads = self.count = self.opened = 0
         self.gathering = new_clocks(size)
-        self.handed = self.gathering  # the clocks of all who opened it last
+        self.handed: list[np.ndarray] = []  # the clocks of all who opened it, for each opening
 
     def arrive(self, here: Partition, threads: int) -> int:
         """How often it was open before."""
@@ -80,7 +96,7 @@ class NamedBarrier:
             self.threads = threads
         if threads != self.threads:
             raise Fault(f"{here.name} comes to {self.name} for {threads} threads, others for {self.threads}")
-        self.count += THREADS * here.warps
+        self.count += WARP * here.warps
         if self.count > threads:
             raise Fault(f"{self.name} has {self.count} of {threads} threads with {here.name}")
         np.maximum(self.gathering, here.clocks, out=self.gathering)
@@ -89,7 +105,7 @@ class NamedBarrier:
         if self.count == threads:
             self.opened += 1
             self.count = 0
-            self.handed = self.gathering
+            self.handed.append(self.gathering)
             self.gathering = np.zeros_like(self.gathering)
         return opened
 
@@ -140,13 +156,13 @@ class Store:
     """A copy from shared memory to a tensor. Its memory may be written when it was read, which is earlier than it arrives."""
 
     def __init__(self, read: Epoch, written: Epoch, write: Callable[[], None]) -> None:
-        self.read, self.written, self.write = read, written, write
-        self.is_done = False
+        self.read, self.written = read, written
+        self.write: Callable[[], None] | None = write  # None when it is done
 
     def perform(self) -> None:
-        if not self.is_done:
-            self.is_done = True
+        if self.write is not None:
             self.write()
+            self.write = None
 
 
 class Partition:
@@ -158,9 +174,11 @@ class Partition:
         self.actor = self.machine.new_actor()
         self.clocks = clocks.copy()
         self.clocks[:, self.actor] = 1
-        # What is known, and what of it copies to and from tensors may rely on; what a counter that is raised tells others.
+        # What its threads know, and what of it its copies may rely on: what they knew at the last fence.proxy.async.global.
         self.clock, self.visible = self.clocks
-        self.fenced = np.zeros_like(self.clock)
+        self.published = np.zeros_like(self.clock)  # what whoever sees a counter that it raises may rely on: see stores_arrive
+        self.apart = False  # whether its warps have not met since they wrote to shared memory,
+        self.unheard = False  # or since one thread saw that copies had read it
         self.products: deque[Pending] = deque()
         self.stores: list[Store] = []
         self.unfenced: list[Epoch] = []  # of stores to shared memory
@@ -177,7 +195,10 @@ class Partition:
     def end(self, epoch: Epoch) -> None:
         epoch.end(self.actor, int(self.clock[self.actor]))
 
-    # Named barriers.
+    # Named barriers, and the partition's own.
+
+    def meet(self) -> None:
+        self.apart = self.unheard = False
 
     def arrive(self, number: int, threads: int) -> Waiting:
         self.program.named(number).arrive(self, threads)
@@ -188,7 +209,8 @@ class Partition:
         opened = barrier.arrive(self, threads)
         while barrier.opened == opened:
             yield lambda: barrier.opened > opened
-        self.acquire(barrier.handed)
+        self.acquire(barrier.handed[opened])
+        self.meet()
 
     # mbarriers.
 
@@ -199,6 +221,7 @@ class Partition:
 
     def arrive_at(self, barrier: Barrier, count: int, size: int = 0) -> Waiting:
         """Arrive, and announce a copy of so many bytes."""
+        self.meet()  # which the compiler has the warps do before one thread arrives
         barrier.bytes += size
         barrier.change(self.clocks, count, 0)
         self.release()
@@ -211,6 +234,9 @@ class Partition:
         return view.data.clone(memory_format=torch.contiguous_format)
 
     def store(self, value: Tensor, view: View) -> None:
+        if self.unheard and self.warps > 1:
+            raise Fault(f"{self.name}: only one thread knows that {view.block.history.name}, which all write, has been read")
+        self.apart = True
         self.unfenced.append(Epoch())
         view.note(WRITE, self, self.now(), "a store", self.unfenced[-1], by_threads=True)
         if value.shape != view.data.shape or value.dtype != view.data.dtype:
@@ -255,6 +281,8 @@ class Partition:
     def copy_in(self, tensor: Descriptor, at: list[int], barrier: Barrier, view: View) -> Waiting:
         """From a tensor to shared memory; the barrier has the bytes announced."""
         epoch = Epoch()
+        self.program.copies.append(epoch)
+        tensor.check(view)
         view.note(WRITE, self, epoch, "a copy")
         box = tensor.box(at)
         tensor.note(READ, box, self.visible, epoch, f"a copy by {self.name}")
@@ -271,6 +299,9 @@ class Partition:
 
     def copy_out(self, tensor: Descriptor, at: list[int], view: View, adds: bool) -> Waiting:
         """From shared memory to a tensor, or added to it."""
+        if self.apart and self.warps > 1:
+            raise Fault(f"{self.name} copies {view.block.history.name}, which other warps of it may still be writing")
+        tensor.check(view)
         read, written = Epoch(), Epoch()
         view.note(READ, self, read, "a copy")
         box = tensor.box(at)
@@ -279,7 +310,6 @@ class Partition:
         store = Store(read, written, lambda: tensor.write(box, values, adds))
         self.stores.append(store)
         self.machine.stores.append(store)
-        self.release()
         yield None
 
     def wait_stores(self, count: int) -> None:
@@ -287,15 +317,17 @@ class Partition:
         for store in self.stores[: len(self.stores) - count]:
             if store.read.actor is None:
                 self.end(store.read)
+        self.unheard = True
 
     def stores_arrive(self) -> Waiting:
-        """Until all have arrived, which a counter that is raised afterwards tells whoever sees it."""
+        """Until all have arrived, which a counter that is raised afterwards tells whoever sees it. Of one warp: it meets itself alone."""
+        self.one_warp()
         self.wait_stores(0)
         for store in self.stores:
             store.perform()
             self.end(store.written)
         self.stores.clear()
-        self.fenced = self.clock.copy()
+        self.published = self.clock.copy()
         self.release()
         yield None
 
@@ -307,13 +339,19 @@ class Partition:
 
     # Counters in global memory.
 
+    def one_warp(self) -> None:
+        if self.warps != 1:
+            raise Fault(f"{self.name} does for each of {self.warps} warps what is to be done once")
+
     def count_up(self, address: int) -> Waiting:
+        self.one_warp()
         counter = self.machine.counter(address)
-        np.maximum(counter.clock, self.fenced, out=counter.clock)
+        np.maximum(counter.clock, self.published, out=counter.clock)
         counter.value.add_(1)
         yield None
 
     def take_ticket(self, address: int) -> Waiting:
+        self.one_warp()
         counter = self.machine.counter(address)
         ticket = int(counter.value)
         counter.value.add_(1)
@@ -341,11 +379,11 @@ class Partition:
 
     def specialize(self, partitions: list[tuple[Callable[..., Waiting], int, str]], arguments: tuple[Any, ...]) -> list[Partition]:
         started = []
-        self.release()
         for function, warps, name in partitions:
             other = Partition(self.program, name, warps, self.clocks)
             self.machine.start(other, function(other, *arguments))
             started.append(other)
+        self.release()  # what comes now is after what they know
         return started
 
     def gather(self, partitions: list[Partition]) -> Waiting:
@@ -353,6 +391,8 @@ class Partition:
             while other in self.machine.running:
                 yield lambda other=other: other not in self.machine.running
             self.acquire(other.clocks)
+        if not all(epoch.is_before(self.clock) for epoch in self.program.copies):
+            raise Fault(f"program {self.program.number} ends while copies may still write its shared memory")
 
 
 def plain(x: Any) -> Any:
@@ -373,6 +413,7 @@ class Program:
     def __init__(self, machine: Machine, number: int, indices: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         self.machine, self.number, self.indices, self.grid = machine, number, indices, grid
         self.barriers: dict[int, NamedBarrier] = {}
+        self.copies: list[Epoch] = []  # to shared memory
         self.size = 0
 
     def named(self, number: int) -> NamedBarrier:
@@ -426,6 +467,11 @@ class Descriptor:
         if first < lowest or end > highest:
             raise Fault(f"elements {first} to {end} of a tensor of {highest}")
         return first, rows, columns, above, before
+
+    def check(self, view: View) -> None:
+        """The copy engine moves bits: it converts nothing."""
+        if view.data.dtype != self.base.dtype or view.data.numel() != int(np.prod(self.block)):
+            raise Fault(f"{self.base.dtype} {self.block} is copied as {view.data.dtype} {tuple(view.data.shape)}")
 
     def memory(self, box: tuple[int, int, int, int, int]) -> Tensor:
         first, rows, columns, _, _ = box
@@ -504,6 +550,8 @@ class Machine:
         turns = 0
         while self.running:
             turns += 1
+            if turns > MOST_TURNS:
+                raise Fault(f"no end after {MOST_TURNS} turns: " + "; ".join(self._states()))
             if turns % 64 == 1:
                 slow = self.random.choice([*self.running, None])
             self._engine()
@@ -525,8 +573,6 @@ class Machine:
                 self.waiting[partition] = condition
         for store in self.stores:
             store.perform()
-        if self.loads:
-            raise Fault(f"{len(self.loads)} copies were never waited for")
 
     def _engine(self) -> None:
         """Some of what the copy engine has to do, in any order."""
@@ -534,7 +580,7 @@ class Machine:
         while self.loads and (stuck or self.random.random() < 0.3):
             self.loads.pop(self.random.randrange(len(self.loads)))()
             stuck = False
-        self.stores = [x for x in self.stores if not x.is_done]
+        self.stores = [x for x in self.stores if x.write is not None]
         if self.stores and self.random.random() < 0.1:
             self.random.choice(self.stores).perform()
 
@@ -545,4 +591,5 @@ class Machine:
             while getattr(inner, "gi_yieldfrom", None) is not None:
                 frame, inner = inner.gi_frame, inner.gi_yieldfrom
             line = frame.f_lineno
-            yield f"{partition.name} waits at line {line} of {frame.f_code.co_name}"
+            text = linecache.getline(frame.f_code.co_filename, line).strip()
+            yield f"{partition.name} waits at {text!r}, line {line} of {frame.f_code.co_name}"

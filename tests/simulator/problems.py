@@ -1,5 +1,5 @@
 """Problems for the Hopper backend on the simulator: `python -m simulator.problems FIRST COUNT` runs random ones, `... known` those that
-once failed, and prints a JSON object for each.
+once failed, `... forms` one for every form of the kernels, and prints a JSON object for each.
 
 A process of its own runs them, whose Triton does not interpret. A problem is drawn with the device it runs on and with the thresholds of
 the plans (plan_forward.py, plan_backward.py), so that every form of the kernels comes up with a few hundred rows.
@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from helpers import FORMS, Case, make_case, poison_sequence, poisoned_memory, rows_of
+from helpers import FORMS, Case, assert_neighbours_untouched, make_case, poison_sequence, poisoned_memory
 
 from gdpa import numerics
 from gdpa.backends.hopper import launch, launch_backward, plan_backward, plan_forward
@@ -29,6 +30,8 @@ ACTIVATIONS: tuple[Any, ...] = (
     ["gelu", "relu", "sigmoid", "silu"],
     torch.log,
 )
+EVERYTHING = (True, True, True)
+NOT_EVERYTHING = ((False, True, True), (True, False, True), (True, True, False), (False, True, False), (False, False, True))
 TURNS = 4  # of problems with the same options
 FEWEST = 2  # multiprocessors of the devices on which deterministic results are to be the same
 GARBAGE = (-5, 3, 2**31 - 1, -(2**31), 100, 1)
@@ -42,7 +45,7 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
     activation = draw.choice(ACTIVATIONS)
     window = (-1, -1)
     if kind == "window":
-        window = draw.choice((-1, 0, draw.randint(1, 300))), draw.choice((-1, 0, draw.randint(1, 300)))
+        window = draw.choice((-1, -1, 0, draw.randint(1, 300))), draw.choice((-1, 0, 128, 256, draw.randint(1, 300)))
     return {
         "form": draw.choice(FORMS if kind != "causal" else ("packed", "dense")),
         "heads": heads,
@@ -55,13 +58,14 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         "scale": draw.choice((None, None, 0.05, 0.125 if activation is torch.log else -0.125)),
         "out_scale": draw.choice((None, 0.5, "per-sequence")),
         "deterministic": draw.random() < 0.3,
-        "offset_dtypes": (draw.choice((torch.int32, torch.int64)),) * 2,
+        "offset_dtypes": (draw.choice((torch.int32, torch.int64)), draw.choice((torch.int32, torch.int64))),
     }
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x as part of a tensor that has a head more, of NaN: read in place, and no column too many."""
-    return torch.cat((x, torch.full_like(x[..., :1, :], float("nan"))), -2)[..., :-1, :]
+    """x as part of a tensor that has a head of NaN before it and one behind it: read in place, and no column too many."""
+    nan = torch.full_like(x[..., :1, :], float("nan"))
+    return torch.cat((nan, x, nan), -2)[..., 1:-1, :]
 
 
 def draw_case(draw: random.Random, options: dict[str, Any], layout: tuple[bool, ...]) -> Case:
@@ -75,6 +79,8 @@ def draw_case(draw: random.Random, options: dict[str, Any], layout: tuple[bool, 
     tail = draw.choice((0, 7, 200)), draw.choice((0, 7, 200))
     if options["causal"]:
         k_lengths, tail = q_lengths, (tail[0], tail[0])
+    elif draw.random() < 0.3:  # windows whose edge is that of a block
+        k_lengths = tuple(length + draw.choice((0, 128, 256)) for length in q_lengths)
     case = make_case(**options, q_lengths=q_lengths, k_lengths=k_lengths, tail=tail, seed=draw.randrange(1000))
     if options["activation"] is torch.log:
         case = case.with_inputs(q=case.inputs.q.abs() + 0.1, k=case.inputs.k.abs() + 0.1)
@@ -138,7 +144,7 @@ def run(index: int) -> Iterator[dict[str, Any]]:
     """Draw options and run problems that have them; of each what it was, and what is wrong with it, if anything."""
     draw = random.Random(f"simulated {index}")
     options = draw_options(draw)
-    needs = draw.choice(((True, True, True), (True, True, True), (False, True, True), (True, False, True), (True, True, False)))
+    needs = draw.choice((EVERYTHING, EVERYTHING, *NOT_EVERYTHING))
     layout = tuple(draw.random() < 0.2 for _ in range(4))
     with plans(draw) as thresholds:
         for turn in range(TURNS):
@@ -150,18 +156,69 @@ def run(index: int) -> Iterator[dict[str, Any]]:
 
 def known() -> Iterator[dict[str, Any]]:
     """Problems of which each found a fault of its own."""
-    options = {"heads": 1, "head_dim": 64, "dtype": torch.bfloat16, "activation": "silu", "causal": True, "deterministic": True}
     for name, form, lengths, multiprocessors in (
         # Tiles of the second sequence waited for tiles behind them in the list of their own program.
         ("causal, in a fixed order, more tiles than programs", "dense", (700, 700), 2),
         ("the same of three sequences and three programs", "dense", (600, 600, 600), 3),
         ("the same, packed", "packed", (700, 300, 700), 2),
     ):
-        case = make_case(form, **options, q_lengths=lengths)
-        if form == "packed":
-            case = case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q)
-        case = replace(case, problem=replace(case.problem, deterministic=True))
-        yield {"name": name, **run_one(random.Random(0), case, (True, True, True), "plain", multiprocessors)}
+        yield {"name": name, **run_named(form, lengths, None, multiprocessors, causal=True, deterministic=True)}
+
+
+def forms() -> Iterator[dict[str, Any]]:
+    """A problem for every form of the kernels."""
+    long, short = (700, 130, 300), (100, 64, 30)
+    fp16 = {"dtype": torch.float16}
+    for name, form, lengths, k_lengths, programs, needs, options in (
+        ("packed", "packed", long, None, 3, EVERYTHING, {}),
+        ("short", "packed", short, None, 2, EVERYTHING, {"activation": "gelu_tanh"}),
+        ("one loop", "packed", (130, 200), None, 2, EVERYTHING, {"activation": "gelu_tanh"}),
+        ("D = 128", "packed", long, None, 2, EVERYTHING, {"head_dim": 128, "kv_heads": 1, "heads": 2, **fp16}),
+        ("one tile of keys", "dense", (200, 200), (100, 100), 3, EVERYTHING, {}),
+        ("dV through dQ", "dense", (400, 400), (300, 300), 3, EVERYTHING, {"activation": "gelu", "head_dim": 128}),
+        ("pairs", "dense", (70,) * 8, (200,) * 8, 2, EVERYTHING, {}),
+        ("a head's tiles together", "dense", (700, 700), None, 5, EVERYTHING, {"head_dim": 128}),
+        ("long steps", "dense", (600, 600), None, 3, EVERYTHING, {}),
+        ("in a fixed order", "packed", long, None, 3, EVERYTHING, {"deterministic": True}),
+        ("shared queries", "shared-query", (65,) * 3, long, 3, EVERYTHING, {}),
+        ("shared queries in a fixed order", "shared-query", (65,) * 3, long, 2, EVERYTHING, {"deterministic": True}),
+        ("causal pairs", "packed", long, None, 3, EVERYTHING, {"causal": True}),
+        ("causal, to zeros", "dense", (700, 700), None, 2, EVERYTHING, {"causal": True, "out_scale": 0.5}),
+        ("causal, one by one", "packed", short, None, 2, EVERYTHING, {"causal": True}),
+        ("a window", "packed", long, None, 3, EVERYTHING, {"window_size": (100, 20)}),
+        ("no dQ", "packed", long, None, 3, (False, True, True), {}),
+        ("dK alone", "dense", (300, 300), None, 3, (False, True, False), {}),
+        ("dQ and dV", "packed", long, None, 3, (True, False, True), {"out_scale": "per-sequence"}),
+        (
+            "an activation for each head",
+            "packed",
+            long,
+            None,
+            2,
+            EVERYTHING,
+            {"heads": 2, "kv_heads": 1, "activation": ["gelu", "relu"]},
+        ),
+        ("a mask", "packed", short, (65, 130, 1), 3, EVERYTHING, {"activation": torch.log}),
+    ):
+        yield {"name": name, **run_named(form, lengths, k_lengths, programs, needs, **options)}
+
+
+def run_named(
+    form: str,
+    lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...] | None,
+    multiprocessors: int,
+    needs: tuple[bool, bool, bool] = EVERYTHING,
+    **options: Any,
+) -> dict[str, Any]:
+    options = {"heads": 1, "head_dim": 64, "dtype": torch.bfloat16, "activation": "silu", **options}
+    case = make_case(form, **options, q_lengths=lengths, k_lengths=k_lengths)
+    if options["activation"] is torch.log:
+        case = case.with_inputs(q=case.inputs.q.abs() + 0.1, k=case.inputs.k.abs() + 0.1)
+    if options.get("causal") and form == "packed":
+        case = case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q)
+    case = replace(case, problem=replace(case.problem, deterministic=options.get("deterministic", False)))
+    return run_one(random.Random(0), case, needs, "plain", multiprocessors)
 
 
 def run_one(draw: random.Random, case: Case, needs: tuple[bool, bool, bool], fate: str, multiprocessors: int) -> dict[str, Any]:
@@ -175,16 +232,17 @@ def run_one(draw: random.Random, case: Case, needs: tuple[bool, bool, bool], fat
                 execute(garbage(case, draw), needs)
             elif fate == "poison":
                 sequence = draw.randrange(problem.batch)
-                untouched(case, sequence, execute(case, needs), execute(poison_sequence(case, sequence, float("nan")), needs))
+                clean, dirty = execute(case, needs), execute(poison_sequence(case, sequence, float("nan")), needs)
+                assert_neighbours_untouched(case, sequence, clean, dirty, reordered=() if problem.deterministic else ("dq",))
             else:
                 results = execute(case, needs)
                 judged = any(x is not None for x in results[1:])
                 numerics.check(problem, case.inputs, case.d_out if judged else None, results)
                 if problem.deterministic and multiprocessors >= launch_backward.FEWEST_MULTIPROCESSORS:
                     again(case, needs, results, draw)
-        except AssertionError as error:
-            report["error"] = f"{type(error).__name__}: {error}"
-    return {**report, "launches": simulation.launches, "seconds": round(time.perf_counter() - start, 1)}
+        except Exception as error:
+            report["error"] = "".join(traceback.format_exception(error, limit=-3))
+    return {**report, "launches": simulation.launches, "forms": simulation.forms, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def again(case: Case, needs: tuple[bool, bool, bool], results: numerics.Results, draw: random.Random) -> None:
@@ -195,22 +253,10 @@ def again(case: Case, needs: tuple[bool, bool, bool], results: numerics.Results,
         assert (x is None and y is None) or torch.equal(x, y), f"{name} is not the same the second time"
 
 
-def untouched(case: Case, sequence: int, clean: numerics.Results, dirty: numerics.Results) -> None:
-    """Rows of the other sequences are the same, but for dQ's, whose terms may be added in another order."""
-    offsets = case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k, case.inputs.cu_seqlens_k
-    for name, was, now, cut in zip(numerics.Results._fields, clean, dirty, offsets, strict=True):
-        if was is None or now is None or (case.form == "shared-query" and name == "dq"):
-            continue
-        keep = torch.ones(now.shape[0], dtype=torch.bool)
-        keep[rows_of(cut, sequence)] = False
-        assert now[keep].isfinite().all(), f"{name}: the poison of sequence {sequence} reached another"
-        assert name == "dq" or torch.equal(was[keep], now[keep]), f"{name}: sequence {sequence} changed another"
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "known":
-        reports = known()
+    if sys.argv[1] in ("known", "forms"):
+        reports = known() if sys.argv[1] == "known" else forms()
     else:
         first, count = map(int, sys.argv[1:])
         reports = (report for index in range(first, first + count) for report in run(index))

@@ -1,9 +1,24 @@
-"""From the text of a kernel's TTGIR to a Python module: a generator for the kernel, and one for each of its partitions."""
+"""From the text of a kernel's TTGIR to a Python module: a generator for the kernel, and one for each of its partitions.
+
+    %s = arith.addi %a, %b : i32                       v_s = binary('addi', v_a, v_b, 'i32')
+    ttng.wait_barrier %full, %phase, %true             if v_true: yield from here.wait(v_full, v_phase)
+    %r = scf.for %i = %a to %b step %c                 v_x = v_y
+        iter_args(%x = %y) -> (i32) {                  v_i = v_a
+      scf.yield %z : i32                               while v_i < v_b:
+    }                                                      v_x, = v_z,
+                                                           v_i += v_c
+                                                       v_r = v_x
+
+`python -m simulator.translate FILE` prints the translation of a file.
+"""
 
 from __future__ import annotations
 
+import linecache
 import re
+import sys
 from collections.abc import Callable
+from itertools import count as numbers
 from typing import Any, NamedTuple
 
 from simulator import instructions
@@ -12,6 +27,9 @@ from simulator.races import Fault
 _LOCATION = re.compile(r"\s*loc\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\))*\)")
 _NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _RESULTS = re.compile(r"^(%[\w$.-]+)(?::(\d+))? = (.*)$")
+
+
+_numbers = numbers(1)
 
 
 class Type(NamedTuple):
@@ -202,6 +220,8 @@ class Translator:
             if head is None:
                 break
             self.next()
+            if any(f"def {head[1]}(" in x[0] for x in self.functions):
+                raise Fault("the simulator knows one warp_specialize in a kernel")
             outer, depth = self.out, self.depth
             parameters = [name_of(x.partition(":")[0]) for x in split(head[2])]
             self.out, self.depth = [f"def {head[1]}(here, {', '.join(parameters)}):"], 1
@@ -304,17 +324,16 @@ class Translator:
         if call is not None:
             self.write(f"{target} = {call}")
             return
-        for name in re.findall(r"bar\.sync (\w+), (\d+);", text):  # pipeline.join_after
-            barrier = re.search(r"add\.u32 gathered, gathered, (\d+)", text)
-            assert barrier, text
-            self.write(f"yield from here.join({barrier[1]}, {name[1]})")
+        after = re.search(r"add\.u32 gathered, gathered, (\d+); bar\.sync gathered, (\d+);", text)
+        if after:  # pipeline.join_after
+            self.write(f"yield from here.join({after[1]}, {after[2]})")
             self.write(f"{target} = ({', '.join(f'plain({x})' for x in operands)})")
             return
         kinds = [x.kind for x in types]
         self.write(f"{target} = inline({text!r}, {match[2]}, {types[0].shape}, {kinds}, [{', '.join(operands)}])")
 
     def _device_call(self, text: str, operands: list[str]) -> str | None:
-        """Assembly that is no arithmetic: pipeline.py's."""
+        """Assembly that is no arithmetic, known by what pipeline.py writes."""
         listed = ", ".join(operands)
         calls = (
             ("bar.arrive $1, $2", f"yield from here.arrive({listed})"),
@@ -380,9 +399,9 @@ class Translator:
     def on_ttg_memdesc_index(self, target: str, count: int, rest: str) -> None:
         x, index = names_in(rest)
         if type_of(rest.rpartition("->")[2]).kind == "i64":
-            self.write(f"{target} = {x}[{index}]")
+            self.write(f"{target} = {x}[inside({index}, len({x}))]")
         else:
-            self.write(f"{target} = View({x}.block, {x}.data[{index}])")
+            self.write(f"{target} = View({x}.block, {x}.data[inside({index}, len({x}.data))])")
 
     def on_ttg_memdesc_reshape(self, target: str, count: int, rest: str) -> None:
         (x,) = names_in(rest)
@@ -416,7 +435,7 @@ class Translator:
         self.write("here.fence()")
 
     def on_gpu_barrier(self, target: str, count: int, rest: str) -> None:
-        pass
+        self.write("here.meet()")
 
     on_ttg_barrier = on_gpu_barrier
 
@@ -516,8 +535,17 @@ def load(text: str) -> tuple[Translation, dict[str, Any]]:
         "unary",
     ):
         namespace[name] = getattr(instructions, name)
-    exec(compile(translation.source, "<a kernel's TTGIR, translated>", "exec"), namespace)
+    namespace["inside"] = inside
+    name = f"<{translation.function}, translated {next(_numbers)}>"
+    linecache.cache[name] = (len(translation.source), None, translation.source.splitlines(True), name)  # for tracebacks
+    exec(compile(translation.source, name, "exec"), namespace)
     return translation, namespace
+
+
+def inside(index: int, count: int) -> int:
+    if not 0 <= index < count:
+        raise Fault(f"buffer {index} of {count}")
+    return index
 
 
 def reinterpret(view: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -526,5 +554,12 @@ def reinterpret(view: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     size = dtype.itemsize
     for x in shape:
         size *= x
+    if size > view.data.numel() * view.data.dtype.itemsize:
+        raise Fault(f"{tuple(view.data.shape)} of {view.data.dtype} is taken for {shape} of {dtype}, which is more")
     data = view.block.bytes[first : first + size].view(dtype).view(shape)
     return type(view)(view.block, data)
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as file:
+        print(Translator(file.read()).translate().source)
