@@ -36,10 +36,12 @@ SPILLS = {
 A_HANDFUL = 16
 SCHEDULE_KERNELS = 11
 FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
-# Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice a consumer, of whom long sequences have three
-# at D = 64, and last products twice or once more, there once less with the newest Triton. Of the backward: five a step, of D / 16 (S, dP),
+# Products of the hopper forward: two a block, of D / 16 and 8 steps; blocks stand in it twice a consumer, of whom there are two, or three
+# or four at D = 64, and last products twice or once more, with three and four once less with the newest Triton. Four have blocks of 64
+# keys, and 4 steps. Of the backward: five a step, of D / 16 (S, dP),
 # 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more. Steps of 128 queries have 8 for each of dK, dV and dQ.
-HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "long"): (104, 112)}
+HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "three"): (104, 112)}
+HOPPER_PRODUCTS |= {("forward_kernel", "four"): (84, 92)}
 HOPPER_PRODUCTS |= {("forward_kernel", "one-loop"): (68, 76)}  # whose blocks stand in it once a consumer
 HOPPER_PRODUCTS |= {("backward_kernel", 128): (152,), ("backward_kernel", 64): (120,), ("backward_kernel", "without-dq"): (104,)}
 HOPPER_PRODUCTS |= {("backward_kernel", "steps-of-128"): (160,), ("backward_kernel", "64-causal"): (117,)}
@@ -49,7 +51,7 @@ HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
 # What follows depends on the Triton that compiles: up to 3.6, and after it.
 # The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}
-LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared")
+LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared", "hopper-64-four-shared")
 LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}
@@ -101,7 +103,8 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
         if row["configuration"].startswith("hopper-"):
             width: int | str = 64 if "-64" in row["configuration"] else 128
             width = "without-dq" if "without-dq" in row["configuration"] else width
-            width = "long" if "-64-long" in row["configuration"] else width
+            width = "three" if "-64-three" in row["configuration"] else width
+            width = "four" if "-64-four" in row["configuration"] else width
             width = "one-loop" if "-64-one-loop" in row["configuration"] else width
             width = "causal" if "backward-causal" in row["configuration"] else width
             if "steps-of-128" in row["configuration"] and later:  # they are of 64

@@ -70,7 +70,7 @@ def test_every_form_of_the_kernels():
     seen = {name: {(key, form[key]) for kernel, form in kernels if kernel == name for key in form} for name, _ in kernels}
     both = (False, True)
     expected: dict[str, dict[str, Any]] = {
-        "forward_kernel": {"CONSUMERS": (2, 3), "ONE_LOOP": both, "WINDOW": (0, 1, 2), "EARLY": both},
+        "forward_kernel": {"CONSUMERS": (2, 3, 4), "ONE_LOOP": both, "WINDOW": (0, 1, 2), "EARLY": both},
         "backward_kernel": {
             "DQ": range(4),
             "DV": range(3),
@@ -106,7 +106,8 @@ IMPLIED = ("wait_barrier", "warp_group_dot_wait", "fence.proxy.async.global", "g
 @pytest.mark.parametrize(
     ("kernel", "every"),
     [
-        ("forward of three", 5),
+        ("forward of four", 7),
+        ("forward of three", 7),
         ("forward of two", 5),
         ("backward", 8),
         ("backward of long steps", 12),

@@ -38,7 +38,13 @@ PACKED: tuple[tuple[tuple[int, ...], int], ...] = (
 LONG = (((700,), 3), ((700, 300), 5), ((600, 129, 700), 2), ((700, 100, 100, 60), 2))
 # Kernel, form, what is asked of it, and problems for which it is compiled alike.
 KERNELS: dict[str, tuple[str, str, dict[str, Any], tuple[tuple[tuple[int, ...], int], ...]]] = {
-    "forward of three": ("forward_kernel", "packed", {}, PACKED),
+    "forward of four": ("forward_kernel", "packed", {}, PACKED),
+    "forward of three": (
+        "forward_kernel",
+        "dense",
+        {"activation": "softplus", "k_lengths": (150,)},
+        (((520,) * 4, 2), ((640,) * 5, 3), ((700,) * 3, 1), ((580,) * 3, 2)),
+    ),
     "forward of two": ("forward_kernel", "packed", {"head_dim": 128}, PACKED),
     "backward": ("backward_kernel", "packed", {}, PACKED),
     "backward of long steps": ("backward_kernel", "packed", {}, LONG),

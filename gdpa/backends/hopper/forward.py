@@ -3,12 +3,13 @@
     S = scale * Q K^T      P = where(M, f(S), 0)      O = out_scale * P V
 
 One persistent program a multiprocessor walks over tiles: 64 query rows of one (sequence, head) for each of CONSUMERS warpgroups, which
-are two, or, at D = 64, where registers allow it, two or three. Its warps form partitions:
+are two, or, at D = 64, where registers allow it, two to four. Its warps form partitions:
 
     producer     one warp: copies a tile's queries and, BLOCK_N at a time, its keys and values into shared memory
     consumer 0   a warpgroup that multiplies, activates and stores rows 0 to 63 of the tile
     consumer 1   the same for rows 64 to 127; it sits out a tile that ends before them
     consumer 2   the same for rows 128 to 191
+    consumer 3   the same for rows 192 to 255
 
 A consumer's blocks form one stream that does not stop where a tile ends. In step i it
 
@@ -17,18 +18,20 @@ A consumer's blocks form one stream that does not stop where a tile ends. In ste
     activates S(i) while the second product runs
     stores O if block i - 1 closed a tile
 
-so V(i - 1) is needed with K(i), and both are in stage i % 2 of their buffers. Consumers issue their products in turns. A tile's first step
-is code of its own, or, where that is too much code (plan_forward.has_one_loop), one of its loop's (ONE_LOOP).
+so V(i - 1) is needed with K(i), and both are in stage i % STAGES of their buffers: two stages of 128 keys, or, with four consumers, who
+have registers for half as many scores, four of 64. Two and three consumers issue their products in turns; of four, one nearly always has
+products to run. A tile's first step is code of its own, or, where that is too much code (plan_forward.has_one_loop), one of its loop's
+(ONE_LOOP).
 
     barrier                  opened by                                  for
     keys.full, values.full   the copy engine                            the consumers' products of that stage
     queries.full             the copy engine                            the consumer whose slot it is
-    KEYS_EMPTY + stage       all consumers, S(i) done                   the producer, to fill the stage with K(i + 2)
-    VALUES_EMPTY + stage     all consumers, the product done            the producer, to fill the stage with V(i + 1)
+    KEYS_EMPTY + stage       all consumers, S(i) done                   the producer, to fill the stage with K(i + STAGES)
+    VALUES_EMPTY + stage     all consumers, the product done            the producer, to fill the stage with V(i + STAGES - 1)
     QUERIES_EMPTY + slot     the slot's consumer, the tile's S done     the producer, to send the tile after the next
     TURN + consumer          the consumer before, its products issued   the consumer, to issue its own
 
-With three consumers the named barriers do not suffice, and mbarriers, `empty`, take the place of QUERIES_EMPTY.
+With more than two consumers the named barriers do not suffice, and mbarriers, `empty`, take the place of QUERIES_EMPTY.
 
 Rows past a sequence's end are zeros in shared memory and are not written back: the descriptors are ragged (gpu.ragged_geometry).
 A zero row of V cancels f(0) where that is finite, so no pair is masked; MASK_TAIL compiles a mask in for activations like log.
@@ -54,9 +57,8 @@ ROWS: gl.constexpr = gl.constexpr(64)  # queries of a consumer
 RECORD: gl.constexpr = gl.constexpr(8)  # numbers of a tile's record (schedule.records)
 
 # Named barriers. Triton takes the lowest ones for its own partitions.
-KEYS_EMPTY: gl.constexpr = gl.constexpr(6)
-VALUES_EMPTY: gl.constexpr = gl.constexpr(8)
-TURN: gl.constexpr = gl.constexpr(10)
+KEYS_EMPTY: gl.constexpr = gl.constexpr(6)  # one a stage; those of VALUES_EMPTY come after them (`values_empty`)
+TURN: gl.constexpr = gl.constexpr(10)  # of two or three consumers, who have two stages
 QUERIES_EMPTY: gl.constexpr = gl.constexpr(12)  # of two consumers
 # The threads that open them: for KEYS_EMPTY and VALUES_EMPTY all consumers' and the producer's (`all_threads`), else these.
 ONE_AND_PRODUCER: gl.constexpr = gl.constexpr(160)
@@ -73,6 +75,17 @@ UNBOUNDED: gl.constexpr = gl.constexpr(0x20000000)  # what a side has that forbi
 @gluon.constexpr_function
 def all_threads(consumers):
     return 128 * consumers + 32
+
+
+@gluon.constexpr_function
+def stages_of(consumers):
+    """Of keys, and of values."""
+    return 4 if consumers == 4 else 2
+
+
+@gluon.constexpr_function
+def values_empty(consumers):
+    return KEYS_EMPTY.value + stages_of(consumers)
 
 
 @gluon.jit
@@ -142,10 +155,13 @@ def producer(
     BLOCK_N: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     ALL: gl.constexpr = all_threads(CONSUMERS)
+    STAGES: gl.constexpr = stages_of(CONSUMERS)
+    VALUES_EMPTY: gl.constexpr = values_empty(CONSUMERS)
     index = 0  # of the block in the stream
-    taken_0 = 0  # tiles sent to consumer 0, to consumer 1, and to consumer 2
+    taken_0 = 0  # tiles sent to consumer 0, to consumer 1, and so on
     taken_1 = 0
     taken_2 = 0
+    taken_3 = 0
     v_end = 0  # where the values of the block before lie
     v_row = 0
     v_column = 0
@@ -161,21 +177,24 @@ def producer(
         if row + ROWS < length:
             send_queries(queries, empty, q_desc, start, length, row + ROWS, column, taken_1, 1, CONSUMERS)
             taken_1 += 1
-        if CONSUMERS == 3 and row + 2 * ROWS < length:
+        if CONSUMERS > 2 and row + 2 * ROWS < length:
             send_queries(queries, empty, q_desc, start, length, row + 2 * ROWS, column, taken_2, 2, CONSUMERS)
             taken_2 += 1
+        if CONSUMERS > 3 and row + 3 * ROWS < length:
+            send_queries(queries, empty, q_desc, start, length, row + 3 * ROWS, column, taken_3, 3, CONSUMERS)
+            taken_3 += 1
         kv_head = head // GROUP
         first_block, blocks, _ = find_blocks(row, length, k_length, left, right, BLOCK_N, WINDOW, CONSUMERS)
         for block in range(blocks):
-            stage = index & 1
+            stage = index & (STAGES - 1)
             k_row = RAGGED - k_length + (first_block + (blocks - 1 - block if WINDOW == RIGHT else block)) * BLOCK_N
-            if index >= 2:
+            if index >= STAGES:
                 join(KEYS_EMPTY + stage, ALL)
             keys.expect(stage)
             load_async(
                 k_desc, [RAGGED, k_start + k_length, k_row, kv_head * STRIDE_K], keys.full.index(stage), keys.memory.index(stage)
             )
-            if index >= 2:
+            if index >= STAGES:
                 join(VALUES_EMPTY + stage, ALL)
             if index > 0:
                 values.expect(stage)
@@ -187,8 +206,8 @@ def producer(
             v_column = kv_head * STRIDE_V
             index += 1
     if index > 0:
-        stage = index & 1
-        if index >= 2:
+        stage = index & (STAGES - 1)
+        if index >= STAGES:
             join(VALUES_EMPTY + stage, ALL)
         values.expect(stage)
         load_async(v_desc, [RAGGED, v_end, v_row, v_column], values.full.index(stage), values.memory.index(stage))
@@ -204,13 +223,14 @@ def rounded(activated, DTYPE: gl.constexpr):
 def step(
     q, p, accumulator, continued, keys, values, stage, phase, keys_left, from_key, to_key, shared, following, scale, head,
     activate: gl.constexpr, finish: gl.constexpr, BLOCK_N: gl.constexpr, EARLY: gl.constexpr, MASK_TAIL: gl.constexpr,
-    WINDOW: gl.constexpr, WHICH: gl.constexpr, ALL: gl.constexpr,
+    WINDOW: gl.constexpr, WHICH: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One block of the stream: its scores, and the product of the block before. Returns its P and the accumulator. Of the block's keys,
     `keys_left` are the sequence's, and a WINDOW lets the first row see `from_key` to `to_key`, each next row one further."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    ALL: gl.constexpr = all_threads(CONSUMERS)
     keys.wait_full(stage, phase)
-    if shared:
+    if CONSUMERS < 4 and shared:
         join(TURN + WHICH, TWO)
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     s_token = warpgroup_mma(q, keys.tile(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -218,7 +238,7 @@ def step(
     # and a warp that has one more to issue than the queue takes stands in the way of the other consumers' instructions.
     values.wait_full(stage, phase)
     o_token = warpgroup_mma(p, values.tile(stage), accumulator, use_acc=continued, is_async=True)
-    if shared:
+    if CONSUMERS < 4 and shared:
         arrive(TURN + following, TWO)
     s = warpgroup_mma_wait(1, deps=[s_token])
     arrive(KEYS_EMPTY + stage, ALL)
@@ -239,7 +259,7 @@ def step(
     if EARLY and WINDOW == NO_WINDOW:
         divide(keys_left, 1 - RAGGED)
     accumulator = warpgroup_mma_wait(0, deps=[o_token])
-    arrive(VALUES_EMPTY + stage, ALL)
+    arrive(values_empty(CONSUMERS) + stage, ALL)
     # Not before the wait: until then the product reads the P before, and the new one would have to lie beside it.
     return gl.convert_layout(finish(activated, p.dtype), p.type.layout), accumulator
 
@@ -276,6 +296,7 @@ def consumer(
 ):  # fmt: skip
     gl.static_assert(not ONE_LOOP or WINDOW == NO_WINDOW)  # RIGHT masks the first step alone
     ALL: gl.constexpr = all_threads(CONSUMERS)
+    STAGES: gl.constexpr = stages_of(CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     out = staging.index(WHICH)
@@ -292,7 +313,7 @@ def consumer(
     last_column = 0
     last_factor = scale
     last_empty = False
-    if WHICH == 1:
+    if CONSUMERS < 4 and WHICH == 1:
         arrive(TURN, TWO)  # consumer 0 has the first turn
 
     first = gl.program_id(0)
@@ -320,8 +341,8 @@ def consumer(
                 keys.wait_full(stage, phase)
                 values.wait_full(stage, phase)
                 arrive(KEYS_EMPTY + stage, ALL)
-                arrive(VALUES_EMPTY + stage, ALL)
-                stage, phase = advance(stage, phase)
+                arrive(values_empty(CONSUMERS) + stage, ALL)
+                stage, phase = advance(stage, phase, STAGES)
             if pending:
                 store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
             pending = False
@@ -341,11 +362,11 @@ def consumer(
             if not ONE_LOOP:
                 p, accumulator = step(
                     q, p, accumulator, continued, keys, values, stage, phase, keys_left, from_key, to_key, shared, following, scale, head,
-                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, ALL,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, WINDOW, WHICH, CONSUMERS,
                 )  # fmt: skip
                 if pending:
                     store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
-                stage, phase = advance(stage, phase)
+                stage, phase = advance(stage, phase, STAGES)
             for block in range(0 if ONE_LOOP else 1, blocks):
                 before = block * between
                 adds = block > 1
@@ -354,11 +375,11 @@ def consumer(
                 p, accumulator = step(
                     q, p, accumulator, adds, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
                     shared, following, scale, head,
-                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, BOTH if WINDOW == BOTH else NO_WINDOW, WHICH, ALL,
+                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, BOTH if WINDOW == BOTH else NO_WINDOW, WHICH, CONSUMERS,
                 )  # fmt: skip
                 if ONE_LOOP and pending & (block == 0):
                     store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
-                stage, phase = advance(stage, phase)
+                stage, phase = advance(stage, phase, STAGES)
             if CONSUMERS == 2:
                 arrive(QUERIES_EMPTY + slot, ONE_AND_PRODUCER)
             else:
@@ -415,10 +436,10 @@ def forward_kernel(
         tiles = gl.load(records_ptr) * HEADS
     queries = new_buffers(dtype, 2 * CONSUMERS, ROWS, D, q_layout)  # two slots a consumer
     empty = queries.full  # of two consumers, who do not look at it
-    if CONSUMERS == 3:
+    if CONSUMERS > 2:
         empty = new_barriers(2 * CONSUMERS)
-    keys = new_buffers(dtype, 2, BLOCK_N, D, k_layout)
-    values = new_buffers(dtype, 2, BLOCK_N, D, v_layout)
+    keys = new_buffers(dtype, stages_of(CONSUMERS), BLOCK_N, D, k_layout)
+    values = new_buffers(dtype, stages_of(CONSUMERS), BLOCK_N, D, v_layout)
     staging = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], o_layout)
     gl.warp_specialize(
         [
@@ -431,9 +452,9 @@ def forward_kernel(
                 q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks, left, right,
                 HEADS, GROUP, STRIDE_Q, STRIDE_K, STRIDE_V, BLOCK_N, HAS_LIST, Q_SHARED, WINDOW, CONSUMERS,
             ))
-            for which in ((0, 1, 2) if CONSUMERS == 2 else (0, 1, 2, 3))
+            for which in ((0, 1, 2) if CONSUMERS == 2 else (0, 1, 2, 3) if CONSUMERS == 3 else (0, 1, 2, 3, 4))
         ],
-        [4, 1] if CONSUMERS == 2 else [4, 4, 1],
-        # Registers of a thread: 2 x 128 x 240 + 128 x 24 of 65,536, or 3 x 128 x 160 + 128 x 24.
-        [240, 24] if CONSUMERS == 2 else [160, 160, 24],
+        [4, 1] if CONSUMERS == 2 else [4, 4, 1] if CONSUMERS == 3 else [4, 4, 4, 1],
+        # Registers of a thread: 2 x 128 x 240 + 128 x 24 of 65,536, 3 x 128 x 160 + 128 x 24, or 4 x 128 x 112 + 128 x 24.
+        [240, 24] if CONSUMERS == 2 else [160, 160, 24] if CONSUMERS == 3 else [112, 112, 112, 24],
     )  # fmt: skip

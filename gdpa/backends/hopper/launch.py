@@ -30,10 +30,10 @@ from gdpa.backends.gpu import (
 from gdpa.backends.hopper.forward import UNBOUNDED, forward_kernel, rounded
 from gdpa.backends.hopper.plan import MANY_KEYS, functions_for, needs_mask, precision_for, same_offsets
 from gdpa.backends.hopper.plan_forward import (
-    BLOCK_N,
     CONSUMER_ROWS,
     KEYS_FOR_THREE_NOT_PACKED,
     ROWS_FOR_THREE,
+    block_keys,
     consumers,
     has_many_rows,
     has_one_loop,
@@ -46,7 +46,8 @@ from gdpa.launching import Recipe
 from gdpa.problem import Problem, describe
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
-OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}}  # 12 and 16 warps share the registers
+# 12, 16 and 20 warps share the registers.
+OPTIONS_BY_CONSUMERS = {2: OPTIONS, 3: OPTIONS | {"maxnreg": 128}, 4: OPTIONS | {"maxnreg": 96}}
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -201,7 +202,7 @@ def _first(
     else:
         constants = _constants(problem, *tensors, out_scale, same)
         kernel = forward_kernel[(programs,)](
-            *_descriptors(*tensors), *pointers, *numbers, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]]
+            *_descriptors(problem, *tensors), *pointers, *numbers, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]]
         )
         recipe = Recipe(kernel, tuple(constants.values()), tuple(ragged_geometry(x) for x in tensors))
         if len(_recipes) >= _MOST_RECIPES:
@@ -265,8 +266,9 @@ def _numbers(problem: Problem) -> tuple[int | float, ...]:
     return tiles, problem.query_rows, problem.key_rows, q_blocks, left, right, problem.scale, problem.out_scale
 
 
-def _descriptors(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDescriptor]:
-    return [descriptor(q, CONSUMER_ROWS), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(out, CONSUMER_ROWS)]
+def _descriptors(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[TensorDescriptor]:
+    keys = block_keys(problem)
+    return [descriptor(q, CONSUMER_ROWS), descriptor(k, keys), descriptor(v, keys), descriptor(out, CONSUMER_ROWS)]
 
 
 def _constants(
@@ -285,7 +287,7 @@ def _constants(
         "STRIDE_K": k.stride(-2),
         "STRIDE_V": v.stride(-2),
         "STRIDE_O": out.stride(-2),
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": block_keys(problem),
         "D": problem.head_dim,
         "HAS_LIST": problem.query_side == "packed" or problem.key_side == "packed",
         "Q_SHARED": problem.query_side == "shared",
@@ -314,7 +316,7 @@ def compile_forward(
     q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype, queries)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
-    arguments = (*_descriptors(q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
+    arguments = (*_descriptors(problem, q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))
     constants = _constants(problem, q, k, v, out, None, same_offsets(cu_q, cu_k))
     with target_architecture(90):
         return forward_kernel.warmup(*arguments, **constants, **OPTIONS_BY_CONSUMERS[constants["CONSUMERS"]], grid=(1,))
@@ -325,8 +327,8 @@ def precompile(
 ) -> list[str]:
     """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
-    # Of each kind: few keys; two consumers, three and perhaps one loop, three, and three where many keys decide it.
-    lengths = (64, 192, ROWS_FOR_THREE, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,)
+    # Of each kind: few keys; two consumers, three and perhaps one loop, three, four, and three where many keys decide it.
+    lengths = (64, 192, 320, ROWS_FOR_THREE, ROWS_FOR_THREE + 64, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,)
     sizes = [(rows, (-1, -1)) for rows in (*lengths, MANY_KEYS - 1)]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
         built = set()

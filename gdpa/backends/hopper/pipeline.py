@@ -217,6 +217,9 @@ def new_buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WI
 
 
 @gluon.jit
-def advance(stage, phase):
-    """The next of two stages, and the phase of its barrier."""
-    return stage ^ 1, phase ^ stage
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next of two or four stages, and the phase of its barrier."""
+    if STAGES == 2:
+        return stage ^ 1, phase ^ stage
+    else:
+        return (stage + 1) & 3, phase ^ (stage & (stage >> 1))

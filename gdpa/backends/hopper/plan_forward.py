@@ -18,7 +18,7 @@ from gdpa.device_source import FEWEST_PACKED_ROWS
 from gdpa.problem import Problem
 
 CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
-BLOCK_N = 128  # keys of a block
+BLOCK_N = 128  # keys of a block, but with four consumers
 
 # Three consumers, at D = 64, are mostly the faster where they fill their tiles of 192 rows. Two -> three:
 #
@@ -53,27 +53,46 @@ ROWS_FOR_THREE = 512
 KEYS_FOR_THREE_NOT_PACKED = 1025
 
 
-def consumers(problem: Problem) -> int:
-    """How many share a tile, by the rows to expect of a sequence. Registers allow three at D = 64, for one activation, unmasked.
+# Four, of 256 rows and 64 keys a block, are the faster where that makes fewer tiles. Three -> four:
+#
+#
+LONG_ACTIVATION = 8  # instructions
+MOST_KEYS_FOR_FOUR = 1024  # of long activations
 
-    Of two consumers gelu's scores may be packed in 16 bits, of three they are not. Where results must be the same every time, a sequence's
-    do not depend on the lengths of others either (but for calls of fewer than FEWEST_PACKED_ROWS), so there are always two."""
+
+def consumers(problem: Problem) -> int:
+    """How many share a tile. Registers allow three and four at D = 64, for one activation, unmasked.
+
+    Where results must be the same every time, a sequence's do not depend on the lengths of others (but for calls of fewer than
+    FEWEST_PACKED_ROWS), and gelu's scores are packed in 16 bits or not by how many there are: so there are always two."""
     fits = problem.head_dim == 64 and len(set(problem.activations)) == 1
     if not fits or needs_mask(problem) or problem.masked or problem.deterministic:
         return 2
-    rows = queries_of_a_sequence(problem)
+    return fastest(problem)
+
+
+def fastest(problem: Problem) -> int:
+    """Of the numbers of consumers that a problem may have, the fastest, by the rows to expect of a sequence."""
+    rows, keys = queries_of_a_sequence(problem), keys_of_a_sequence(problem)
     length = instructions(problem.activations[0], precision_for(problem))
     if length is None or length > MOST_INSTRUCTIONS_FOR_THREE:
-        few = functions_for(problem).open_packed is not None and keys_of_a_sequence(problem) < KEYS_FOR_THREE_NOT_PACKED
+        few = functions_for(problem).open_packed is not None and keys < KEYS_FOR_THREE_NOT_PACKED
         return 3 if rows >= ROWS_FOR_THREE and not few else 2
-    packed = problem.query_side == "packed"
-    many = rows >= LEAST_AVERAGE_FOR_THREE if packed else -(-rows // CONSUMER_ROWS) not in BLOCKS_FOR_TWO
-    return 3 if many else 2
+    packed, blocks = problem.query_side == "packed", -(-rows // CONSUMER_ROWS)
+    if rows < LEAST_AVERAGE_FOR_THREE if packed else blocks in BLOCKS_FOR_TWO:
+        return 2
+    fewer_tiles = packed or -(-blocks // 4) < -(-blocks // 3)
+    return 4 if fewer_tiles and (length < LONG_ACTIVATION or keys <= MOST_KEYS_FOR_FOUR) else 3
 
 
 def tile_rows(problem: Problem) -> int:
     """Queries of a tile."""
     return CONSUMER_ROWS * consumers(problem)
+
+
+def block_keys(problem: Problem) -> int:
+    """Keys of a block: four consumers have registers for half as many scores."""
+    return BLOCK_N // 2 if consumers(problem) == 4 else BLOCK_N
 
 
 # Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, half or a third of the time: the
@@ -95,17 +114,21 @@ def tile_rows(problem: Problem) -> int:
 #
 # elu and hardswish, with 8 and 11 instructions, were not timed.
 LEAST_INSTRUCTIONS_FOR_ONE_LOOP = 8
+ONE_LOOP_CONSUMERS = (3,)
 KEYS_FOR_ONE_LOOP = {False: (129, 384), True: (64, 255)}  # dense, and packed on average
 
 
 def has_one_loop(problem: Problem) -> bool:
     """Whether a tile's first step is one of its loop's."""
-    length = instructions(problem.activations[0], precision_for(problem)) if consumers(problem) == 3 else None
+    length = instructions(problem.activations[0], precision_for(problem)) if consumers(problem) in ONE_LOOP_CONSUMERS else None
     if length is None:
         return False
     least, most = KEYS_FOR_ONE_LOOP[problem.key_side == "packed"]
     few = least <= keys_of_a_sequence(problem) <= most
     return few and LEAST_INSTRUCTIONS_FOR_ONE_LOOP <= length <= MOST_INSTRUCTIONS_FOR_THREE
+
+
+PACKED_CONSUMERS = (2,)
 
 
 def is_packed(problem: Problem) -> bool:
@@ -114,7 +137,8 @@ def is_packed(problem: Problem) -> bool:
     A mask would part the pairs. With three consumers and long sequences they are no faster; short ones were not timed. gelu_tanh without
     and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682 and 0.667."""
     masked = needs_mask(problem) or problem.masked
-    return functions_for(problem).open_packed is not None and consumers(problem) == 2 and not masked and has_many_rows(problem)
+    fit = functions_for(problem).open_packed is not None and consumers(problem) in PACKED_CONSUMERS
+    return fit and not masked and has_many_rows(problem)
 
 
 def has_many_rows(problem: Problem) -> bool:
