@@ -41,7 +41,7 @@ FIRST_BARRIER = 6  # forward.KEYS_EMPTY: Triton's own stay below
 # keys, and 4 steps. Of the backward: five a step, of D / 16 (S, dP),
 # 4 (dK, dV) and 8 (dQ); steps stand in it twice, and the last dK and dQ once more. Steps of 128 queries have 8 for each of dK, dV and dQ.
 HOPPER_PRODUCTS = {("forward_kernel", 128): (88,), ("forward_kernel", 64): (72,), ("forward_kernel", "three"): (104, 112)}
-HOPPER_PRODUCTS |= {("forward_kernel", "four"): (84, 92)}
+HOPPER_PRODUCTS |= {("forward_kernel", "four"): (84, 92), ("forward_kernel", "loop-of-four"): (52, 60)}
 HOPPER_PRODUCTS |= {("forward_kernel", "one-loop"): (68, 76)}  # whose blocks stand in it once a consumer
 HOPPER_PRODUCTS |= {("backward_kernel", 128): (152,), ("backward_kernel", 64): (120,), ("backward_kernel", "without-dq"): (104,)}
 HOPPER_PRODUCTS |= {("backward_kernel", "steps-of-128"): (160,), ("backward_kernel", "64-causal"): (117,)}
@@ -51,7 +51,8 @@ HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
 # What follows depends on the Triton that compiles: up to 3.6, and after it.
 # The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}
-LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared", "hopper-64-four-shared")
+LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared")
+LONG += ("hopper-64-four-shared", "hopper-64-four-fp16", "hopper-64-four-packed", "hopper-64-four-packed-fp16")
 LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}
@@ -104,6 +105,7 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
             width: int | str = 64 if "-64" in row["configuration"] else 128
             width = "without-dq" if "without-dq" in row["configuration"] else width
             width = "three" if "-64-three" in row["configuration"] else width
+            width = "loop-of-four" if "-64-loop-of-four" in row["configuration"] else width
             width = "four" if "-64-four" in row["configuration"] else width
             width = "one-loop" if "-64-one-loop" in row["configuration"] else width
             width = "causal" if "backward-causal" in row["configuration"] else width

@@ -366,7 +366,20 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         ({"activation": "gelu", "q_lengths": (13, 2)}, False),
         ({"activation": "silu"}, False),
         ({"activation": "gelu", "head_dim": 64}, True),
-        ({"activation": "gelu", "head_dim": 64, "form": "shared-query", "q_lengths": (320,)}, False),
+        ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500)}, False),
+        ({"activation": "gelu", "head_dim": 64, "form": "dense", "q_lengths": (256, 256), "k_lengths": (256,)}, True),
+        ({"activation": "gelu", "head_dim": 64, "form": "dense", "q_lengths": (512, 512), "k_lengths": (256,)}, False),
+        (
+            {
+                "activation": "gelu",
+                "head_dim": 64,
+                "dtype": torch.float16,
+                "form": "dense",
+                "q_lengths": (512,),
+                "k_lengths": (256,),
+            },
+            True,
+        ),
         ({"activation": "gelu", "dtype": torch.float16}, True),
         ({"activation": "gelu", "dtype": torch.float16, "k_lengths": (5, 122)}, False),
         ({"activation": "gelu_tanh", "dtype": torch.float16}, True),
@@ -380,7 +393,10 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "few rows",
         "silu",
         "narrow",
-        "narrow, three consumers",
+        "narrow, four consumers of packed sequences",
+        "narrow, four consumers and one tile",
+        "narrow, four consumers and two tiles",
+        "narrow, fp16 and four consumers",
         "fp16",
         "fp16, few keys",
         "fp16, gelu_tanh",
@@ -426,7 +442,16 @@ class TestHowManyConsumersShareATile:
         ("options", "expected"),
         [
             ({}, 4),
+            ({"k_lengths": (384, 384)}, 4),
+            ({"k_lengths": (384, 386)}, 3),
+            ({"k_lengths": (128, 129)}, 3),  # gelu, the base's, has long steps
+            ({"k_lengths": (128, 129), "activation": "silu"}, 4),
+            ({"form": "dense-key", "activation": "silu"}, 3),
             ({"form": "dense"}, 4),
+            ({"form": "dense", "k_lengths": (128,)}, 3),
+            ({"form": "dense", "k_lengths": (128,), "activation": "silu"}, 4),
+            ({"form": "dense", "k_lengths": (1024,)}, 4),
+            ({"form": "dense", "k_lengths": (1025,)}, 3),
             ({"form": "shared-query", "q_lengths": (512,), "k_lengths": (5, 300)}, 4),
             ({"q_lengths": (1024, 0)}, 4),
             ({"q_lengths": (96, 96)}, 4),
@@ -434,23 +459,27 @@ class TestHowManyConsumersShareATile:
             ({"form": "dense", "q_lengths": (128, 128)}, 2),
             ({"form": "dense", "q_lengths": (129, 129)}, 3),
             ({"form": "dense", "q_lengths": (192, 192)}, 3),
-            ({"form": "dense", "q_lengths": (193, 193)}, 2),
-            ({"form": "dense", "q_lengths": (256, 256)}, 2),
+            ({"form": "dense", "q_lengths": (192, 192), "k_lengths": (192,)}, 4),
+            ({"form": "dense", "q_lengths": (193, 193)}, 4),
+            ({"form": "dense", "q_lengths": (256, 256), "k_lengths": (100,)}, 2),
             ({"form": "dense", "q_lengths": (257, 257)}, 3),
-            ({"form": "dense", "q_lengths": (384, 384)}, 3),
-            ({"form": "dense", "q_lengths": (385, 385)}, 4),
-            ({"form": "dense", "q_lengths": (512, 512)}, 4),
-            ({"form": "dense", "q_lengths": (513, 513)}, 3),
-            ({"form": "dense", "q_lengths": (577, 577)}, 4),
+            ({"form": "dense", "q_lengths": (320, 320), "k_lengths": (320,)}, 4),
+            ({"form": "dense", "q_lengths": (384, 384), "k_lengths": (384,)}, 3),
+            ({"form": "dense", "q_lengths": (512, 512), "k_lengths": (512,)}, 4),
+            ({"form": "dense", "q_lengths": (640, 640), "k_lengths": (640,)}, 3),
+            ({"form": "dense", "q_lengths": (2048, 2048), "k_lengths": (2048,), "activation": "silu"}, 3),
             ({"form": "dense", "q_lengths": (2048, 2048), "activation": "silu"}, 4),
-            ({"form": "shared-query", "q_lengths": (320,), "k_lengths": (5, 300)}, 3),
+            ({"form": "shared-query", "q_lengths": (384,), "k_lengths": (212, 300)}, 3),
             ({"form": "shared-query", "q_lengths": (32,), "k_lengths": (5, 300)}, 2),
             ({"activation": "softplus"}, 3),  # a long one
             ({"activation": "softplus", "q_lengths": (511, 512)}, 2),
             ({"activation": "softplus", "form": "dense", "q_lengths": (384, 384)}, 2),
+            ({"activation": "softplus", "form": "dense", "q_lengths": (1024, 1024)}, 3),
             ({"head_dim": 128}, 2),
             ({"dtype": torch.float16, "activation": "silu"}, 4),
             ({"dtype": torch.float16, "activation": "gelu_tanh", "form": "dense", "q_lengths": (192, 192)}, 3),
+            ({"dtype": torch.float16, "form": "dense", "q_lengths": (1024, 1024)}, 4),
+            ({"dtype": torch.float16, "form": "dense", "q_lengths": (1024, 1024), "k_lengths": (64,)}, 2),
             # gelu, the base's, is a long one there, and of two consumers packed.
             ({"dtype": torch.float16}, 2),
             ({"dtype": torch.float16, "k_lengths": (1025, 1025)}, 3),
@@ -464,8 +493,8 @@ class TestHowManyConsumersShareATile:
         from gdpa.backends.hopper import plan_forward
 
         options = {"q_lengths": self.LONG, "k_lengths": (5, 300), "heads": 2, "head_dim": 64, "dtype": torch.bfloat16} | options
-        if options.get("form") == "dense":
-            options["k_lengths"] = (7, 7)
+        if options.get("form") == "dense" and options["k_lengths"] == (5, 300):
+            options["k_lengths"] = (256, 256)
         problem = make_case(**options).problem
         assert plan_forward.consumers(problem) == expected
         # There two have packed gelu, and a sequence's results must not depend on how long others are.
@@ -494,7 +523,7 @@ class TestHowManyConsumersShareATile:
         base = {
             "form": "shared-query",
             "activation": "gelu",
-            "q_lengths": (320, 320),
+            "q_lengths": (384, 384),
             "k_lengths": (5, 300),
             "heads": 2,
             "head_dim": 64,
@@ -510,7 +539,7 @@ class TestHowManyConsumersShareATile:
         """Alike in all else that a recipe depends on."""
         options = {"activation": "gelu", "heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
         for keys in (100, 500, 120, 600):
-            call(make_case("shared-query", q_lengths=(320,), k_lengths=(keys, keys), **options))
+            call(make_case("shared-query", q_lengths=(384,), k_lengths=(keys, keys), **options))
         assert [(how, arguments[-1]) for how, _, arguments in launched.calls] == [
             ("first", True),
             ("first", False),
@@ -549,8 +578,9 @@ class TestHowManyConsumersShareATile:
         """One batch of each kind: three consumers have 192 rows a tile and four 256, so there are fewer tiles."""
         from gdpa.backends.hopper import launch
 
-        for rows, count in ((64, 2), (512, 4), *(((320, 3),) if form == "dense" else ())):
-            case = make_case(form, q_lengths=(rows, rows), k_lengths=(64, 64), heads=2, head_dim=64, dtype=torch.bfloat16)
+        options = {"heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "activation": "silu"}
+        for rows, count in ((64, 2), (512, 4), *(((384, 3),) if form == "dense" else ())):
+            case = make_case(form, q_lengths=(rows, rows), k_lengths=(128, 128), **options)
             call(case)
             call(case)
             tile = 64 * count

@@ -81,15 +81,14 @@ def test_every_form(form, head_dim):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("consumers", [3, 4])
 def test_three_and_four_consumers(consumers, form, activation, one_loop, dtype, monkeypatch):
-    """Whatever the lengths, a tile's first step apart or in the loop, gelu_tanh of four packed; numbers of heads of their own, so that no
-    other's launches are remembered. Dense sides have the first length."""
+    """Whatever the lengths, a tile's first step apart or in the loop, fp16's gelu_tanh of four packed; numbers of heads of their own, so
+    that no other's launches are remembered. Dense sides have the first length."""
     from gdpa.backends.hopper import plan_forward
 
     monkeypatch.setattr(plan_forward, "fastest", lambda problem: consumers)
-    monkeypatch.setattr(plan_forward, "LEAST_INSTRUCTIONS_FOR_ONE_LOOP", 0)
-    monkeypatch.setattr(plan_forward, "ONE_LOOP_CONSUMERS", (3, 4))
-    monkeypatch.setattr(plan_forward, "PACKED_CONSUMERS", (2, 4))
-    monkeypatch.setattr(plan_forward, "KEYS_FOR_ONE_LOOP", dict.fromkeys((False, True), (0, 2**31 if one_loop else -1)))
+    monkeypatch.setattr(plan_forward, "LONG_ACTIVATION", 0)
+    keys = dict.fromkeys((False, True), (0, 2**31 if one_loop else -1))
+    monkeypatch.setattr(plan_forward, "KEYS_FOR_ONE_LOOP", {3: keys, 4: keys})
     options = {
         **BASE,
         "heads": {(3, False): 6, (3, True): 10, (4, False): 12, (4, True): 14}[consumers, one_loop],
@@ -100,8 +99,9 @@ def test_three_and_four_consumers(consumers, form, activation, one_loop, dtype, 
     }
     case = make_case(form, **options, q_lengths=(450, *Q_LENGTHS), k_lengths=(270, *K_LENGTHS))
     assert plan_forward.consumers(case.problem) == consumers
-    assert plan_forward.has_one_loop(case.problem) == one_loop
-    assert plan_forward.is_packed(case.problem) == (consumers == 4 and activation == "gelu_tanh")
+    packed = consumers == 4 and activation == "gelu_tanh" and dtype == torch.float16
+    assert plan_forward.is_packed(case.problem) == packed
+    assert plan_forward.has_one_loop(case.problem) == (one_loop and not packed)
     check(case, "hopper")
 
 
@@ -110,15 +110,16 @@ def test_three_and_four_consumers(consumers, form, activation, one_loop, dtype, 
     ("form", "rows", "keys"), [("packed", 150, 150), ("dense", 192, 192), ("dense", 300, 300), ("dense-key", 700, 256)]
 )
 def test_sequences_of_a_few_blocks(form, rows, keys, activation):
-    """As many consumers, and, but for relu, one loop, as the host chooses them; sequences that end before, at and past a block's edge."""
+    """As many consumers, one loop or not, packed or not, as the host chooses; sequences that end before, at and past a block's edge."""
     from gdpa.backends.hopper import plan_forward
 
     rows_of = [rows] * 5 if form == "dense" else [rows, rows - 23, 1, 0, 2 * rows + 24]
     keys_of = [keys] * 5 if form != "packed" else [keys, 2 * keys, keys + 1, 128, 1]
     case = make_case(form, **{**BASE, "head_dim": 64, "activation": activation}, q_lengths=rows_of, k_lengths=keys_of)
-    consumers = 3 if form == "dense" else 4
-    assert plan_forward.consumers(case.problem) == consumers
-    assert plan_forward.has_one_loop(case.problem) == (activation != "relu" and consumers in plan_forward.ONE_LOOP_CONSUMERS)
+    packed = form == "dense" and rows <= 256 and activation == "gelu"
+    assert plan_forward.consumers(case.problem) == (3 if form == "dense-key" else 4)
+    assert plan_forward.is_packed(case.problem) == packed
+    assert plan_forward.has_one_loop(case.problem) == (form != "packed" and activation != "relu" and not packed)
     check(case, "hopper")
 
 

@@ -34,6 +34,7 @@ EVERYTHING = (True, True, True)
 NOT_EVERYTHING = ((False, True, True), (True, False, True), (True, True, False), (False, True, False), (False, False, True))
 TURNS = 4  # of problems with the same options
 FEWEST = 2  # multiprocessors of the devices on which deterministic results are to be the same
+ALWAYS = {False: (1, 10**6), True: (0, 10**6)}  # numbers of keys, dense and packed
 GARBAGE = (-5, 3, 2**31 - 1, -(2**31), 100, 1)
 
 
@@ -111,9 +112,8 @@ def plans(draw: random.Random) -> Iterator[dict[str, Any]]:
     if draw.random() < 0.7:
         changes[plan_forward] = {
             "fastest": Always(draw.choice((2, 3, 4))),
-            "ONE_LOOP_CONSUMERS": (3, 4),
-            "PACKED_CONSUMERS": draw.choice(((2,), (2, 4))),
-            "KEYS_FOR_ONE_LOOP": draw.choice(({False: (1, 10**6), True: (0, 10**6)}, plan_forward.KEYS_FOR_ONE_LOOP)),
+            "MOST_PACKED_ROWS_OF_FOUR": draw.choice((256, 10**6)),
+            "KEYS_FOR_ONE_LOOP": draw.choice(({3: ALWAYS, 4: ALWAYS}, plan_forward.KEYS_FOR_ONE_LOOP)),
         }
         changes[plan_backward] = {
             "MOST_KEYS_THROUGH_DQ": draw.choice((256, 512)),
@@ -185,8 +185,10 @@ def forms() -> Iterator[dict[str, Any]]:
     for name, form, lengths, k_lengths, programs, needs, options in (
         ("packed", "packed", long, None, 3, EVERYTHING, {}),
         ("short", "packed", short, None, 2, EVERYTHING, {"activation": "gelu_tanh"}),
-        ("three consumers", "dense", (320, 320), None, 2, EVERYTHING, {}),
-        ("one loop", "dense", (192, 192), None, 2, EVERYTHING, {"activation": "gelu_tanh"}),
+        ("three consumers", "dense", (384, 384), None, 2, EVERYTHING, {}),
+        ("one loop", "dense", (384, 384), None, 2, EVERYTHING, {"activation": "gelu_tanh"}),
+        ("one loop of four", "dense", (512,), None, 1, EVERYTHING, {"activation": "gelu"}),
+        ("four, packed", "dense", (200, 200), None, 2, EVERYTHING, {"activation": "gelu_tanh"}),
         ("D = 128", "packed", long, None, 2, EVERYTHING, {"head_dim": 128, "kv_heads": 1, "heads": 2, **fp16}),
         ("one tile of keys", "dense", (200, 200), (100, 100), 3, EVERYTHING, {}),
         ("dV through dQ", "dense", (400, 400), (300, 300), 3, EVERYTHING, {"activation": "gelu", "head_dim": 128}),

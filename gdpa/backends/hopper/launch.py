@@ -327,8 +327,8 @@ def precompile(
 ) -> list[str]:
     """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
-    # Of each kind: few keys; two consumers, three and perhaps one loop, three, four, and three where many keys decide it.
-    lengths = (64, 192, 320, ROWS_FOR_THREE, ROWS_FOR_THREE + 64, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,)
+    # Of each kind: few keys; two consumers, three and four, with one loop or not, packed or not.
+    lengths = (64, 128, 192, 384, ROWS_FOR_THREE, 576, 1024, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,)
     sizes = [(rows, (-1, -1)) for rows in (*lengths, MANY_KEYS - 1)]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
         built = set()

@@ -4,6 +4,8 @@ H200 (docs/benchmarking.md), B = 1152, H = 4."""
 
 from __future__ import annotations
 
+import torch
+
 from gdpa.backends.hopper.compat import DIVIDES
 from gdpa.backends.hopper.forward import BOTH, NO_WINDOW, RIGHT
 from gdpa.backends.hopper.plan import (
@@ -20,44 +22,63 @@ from gdpa.problem import Problem
 CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
 BLOCK_N = 128  # keys of a block, but with four consumers
 
-# Three consumers, at D = 64, are mostly the faster where they fill their tiles of 192 rows. Two -> three:
+# At D = 64 registers allow three consumers, and, with blocks of 64 keys, four. Fractions with two, three and four; gelu_tanh of three is
+# in one loop (below) where keys are few, and of two packed:
+#
+#                               SiLU                   gelu_tanh
+#   192 rows                    0.711  0.813  0.948    0.612  0.732  0.838
+#   256 rows                    0.777  0.719  0.859    0.668  0.624  0.696
+#   320 rows                    0.453  0.590  0.593    0.415  0.489  0.533
+#   384 rows                    0.636  0.689  0.619    0.520  0.609  0.526
+#   640 rows                    0.653  0.695  0.623    0.551  0.616  0.521
+#
+# In other runs, with three and four:
+#
+#   512 rows                    0.648  0.717           0.541  0.611
+#   1024 rows                   0.692  0.760           0.600  0.641
+#   2048 rows                   0.760  0.777           0.680  0.657
+#   1024 rows, 256 keys         0.584  0.664           0.553  0.574
+#   packed, lengths to 512      0.538  0.605           0.483  0.524
+#   packed, to 2048             0.722  0.722           0.613  0.591
+#   packed, to 1024, 256 keys   0.621  0.606           0.570  0.536
+#
+# So four pay where their tiles of 256 rows and 64 keys hold less that is not there than three's of 192 and 128, and more so where keys are
+# few. Packed queries leave a tile's last consumers without rows; there they pay where keys are packed as well, and not many.
+FEW_KEYS = 320
+LEAST_GAIN_OF_FOUR = {
+    True: 0.9,
+    False: 1.05,
+}  # with few keys and more: what is computed with three, over what is computed with four
+MOST_AVERAGE_KEYS_FOR_FOUR = 384  # packed
+# Activations of so many instructions have the code of four consumers' steps in the way: 2048 rows with 128 keys had 0.753 with three in
+# results/h200-forward-64.json, and 0.555 with four ("forward at D = 64 at b952885" in results/experiments/h200.json).
+LONG_ACTIVATION = 8
+KEYS_FOR_FOUR_IF_LONG = (129, 1024)
+# Two -> three, by which those that are not for four were decided. Packed sequences of fewer than 100 rows on average were not timed.
 #
 #                               SiLU               gelu_tanh, in one loop (below) where keys are few
-#   192 rows                    0.648 -> 0.822     0.578 -> 0.743
 #   256 rows                    0.748 -> 0.724     0.692 -> 0.648
-#   320 rows                    0.511 -> 0.665     0.407 -> 0.495
 #   384 rows                    0.597 -> 0.691     0.527 -> 0.607
 #   512 rows                    0.625 -> 0.635     0.536 -> 0.555
 #   768 rows                    0.652 -> 0.772     0.573 -> 0.660
-#   1024 rows, 256 keys         0.597 -> 0.567     0.525 -> 0.529
 #   packed, lengths to 200      0.646 -> 0.721     0.525 -> 0.590
-#   packed, to 512              0.468 -> 0.490     0.396 -> 0.420
 #   packed, to 1024             0.578 -> 0.654     0.507 -> 0.563
 #   packed, to 1024, 256 keys   0.527 -> 0.620     0.521 -> 0.593
-#
-# Packed sequences of fewer than 100 rows on average were not timed.
 BLOCKS_FOR_TWO = (0, 1, 2, 4)  # of 64 rows, dense
 LEAST_AVERAGE_FOR_THREE = 96  # of packed sequences
 # Longer activations, by the instructions of f and f' for a score, have three from so many rows on: 512, as all had before. With more
 # code than gelu's, three copies of it, warps are likely to wait for instructions where tiles are short.
 MOST_INSTRUCTIONS_FOR_THREE = 11
 ROWS_FOR_THREE = 512
-# gelu in fp16 is such a one. Of two consumers it is packed, and faster so where keys are few. In fp16, two -> three; gelu by exp2, ten
-# instructions where it has eight now, with which three had 0.469, 0.517 and 0.313 in another run; gelu_tanh of two is packed:
+# gelu in fp16 is such a one, but packed with two and with four. In fp16 two, three and four had:
 #
-#                               SiLU               gelu_tanh          gelu
-#   1024 rows                   0.669 -> 0.694     0.559 -> 0.554     0.452 -> 0.441
-#   2048 rows                   0.728 -> 0.792     0.576 -> 0.621     0.462 -> 0.508
-#   1024 rows, 256 keys         0.559 -> 0.579     0.518 -> 0.530     0.404 -> 0.296
-#   packed, lengths to 512      0.471 -> 0.481     0.390 -> 0.399     0.316 -> 0.315
+#                               SiLU                   gelu_tanh              gelu
+#   1024 rows                   0.674  0.673  0.736    0.551  0.552  0.601    0.479  0.460  0.515
+#   1024 rows, 256 keys         0.552  0.555  0.641    0.497  0.496  0.551    0.404  0.302  0.479
+#   packed, lengths to 512      0.478  0.464  0.544
+#
+# and, in another run, two and three with 2048 rows 0.728, 0.792, 0.576, 0.621, 0.462, 0.508.
 KEYS_FOR_THREE_NOT_PACKED = 1025
-
-
-# Four, of 256 rows and 64 keys a block, are the faster where that makes fewer tiles. Three -> four:
-#
-#
-LONG_ACTIVATION = 8  # instructions
-MOST_KEYS_FOR_FOUR = 1024  # of long activations
 
 
 def consumers(problem: Problem) -> int:
@@ -72,17 +93,35 @@ def consumers(problem: Problem) -> int:
 
 
 def fastest(problem: Problem) -> int:
-    """Of the numbers of consumers that a problem may have, the fastest, by the rows to expect of a sequence."""
+    """Of the numbers of consumers that a problem may have, the fastest."""
     rows, keys = queries_of_a_sequence(problem), keys_of_a_sequence(problem)
     length = instructions(problem.activations[0], precision_for(problem))
+    packs = problem.dtype == torch.float16 and functions_for(problem).open_packed is not None
     if length is None or length > MOST_INSTRUCTIONS_FOR_THREE:
-        few = functions_for(problem).open_packed is not None and keys < KEYS_FOR_THREE_NOT_PACKED
-        return 3 if rows >= ROWS_FOR_THREE and not few else 2
-    packed, blocks = problem.query_side == "packed", -(-rows // CONSUMER_ROWS)
-    if rows < LEAST_AVERAGE_FOR_THREE if packed else blocks in BLOCKS_FOR_TWO:
-        return 2
-    fewer_tiles = packed or -(-blocks // 4) < -(-blocks // 3)
-    return 4 if fewer_tiles and (length < LONG_ACTIVATION or keys <= MOST_KEYS_FOR_FOUR) else 3
+        if packs and problem.query_side != "packed" and four_gain(problem, True):
+            return 4
+        return 3 if rows >= ROWS_FOR_THREE and not (packs and keys < KEYS_FOR_THREE_NOT_PACKED) else 2
+    if four_gain(problem, length >= LONG_ACTIVATION):
+        return 4
+    if problem.query_side == "packed":
+        return 3 if rows >= LEAST_AVERAGE_FOR_THREE else 2
+    return 2 if -(-rows // CONSUMER_ROWS) in BLOCKS_FOR_TWO else 3
+
+
+def four_gain(problem: Problem, long: bool) -> bool:
+    """Whether four consumers are faster than fewer, by the lengths to expect and whether the activation is a `long` one."""
+    rows, keys = queries_of_a_sequence(problem), keys_of_a_sequence(problem)
+    if long and not KEYS_FOR_FOUR_IF_LONG[0] <= keys <= KEYS_FOR_FOUR_IF_LONG[1]:
+        return False
+    if problem.query_side == "packed":
+        return problem.key_side == "packed" and rows >= LEAST_AVERAGE_FOR_THREE and keys <= MOST_AVERAGE_KEYS_FOR_FOUR
+    of_three, of_four = _computed(rows, keys, 3 * CONSUMER_ROWS, BLOCK_N), _computed(rows, keys, 4 * CONSUMER_ROWS, BLOCK_N // 2)
+    return rows > 2 * CONSUMER_ROWS and of_three >= LEAST_GAIN_OF_FOUR[keys <= FEW_KEYS] * of_four
+
+
+def _computed(rows: int, keys: int, tile_rows: int, tile_keys: int) -> int:
+    """Scores of a sequence's tiles."""
+    return -(-rows // tile_rows) * tile_rows * -(-keys // tile_keys) * tile_keys
 
 
 def tile_rows(problem: Problem) -> int:
@@ -95,12 +134,12 @@ def block_keys(problem: Problem) -> int:
     return BLOCK_N // 2 if consumers(problem) == 4 else BLOCK_N
 
 
-# Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, half or a third of the time: the
-# kernel has 71 KB with gelu, most of it steps, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one
-# loop for all steps it has 52. Apart -> in one:
+# Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, half or a third of the time:
+# three have 71 KB with gelu, most of it steps, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one
+# loop for all steps they have 52. Apart -> in one:
 #
 #                                     gelu_tanh          SiLU, whose steps are shorter
-#   128 keys                          0.680 -> 0.661
+#   three, 128 keys                   0.680 -> 0.661
 #   192 rows                          0.567 -> 0.743     0.822 -> 0.847
 #   256 rows                          0.568 -> 0.648
 #   320 rows                          0.495 -> 0.495
@@ -111,24 +150,30 @@ def block_keys(problem: Problem) -> int:
 #   packed, lengths to 200            0.510 -> 0.590
 #   packed, to 600                    0.442 -> 0.432
 #   packed, to 1024, 256 keys         0.470 -> 0.593
+#   four, 512 rows                    0.611 -> 0.661
+#   1024 rows                         0.641 -> 0.640
+#   1024 rows, 256 keys               0.574 -> 0.584
+#   packed, lengths to 2048           0.591 -> 0.591
 #
 # elu and hardswish, with 8 and 11 instructions, were not timed.
-LEAST_INSTRUCTIONS_FOR_ONE_LOOP = 8
-ONE_LOOP_CONSUMERS = (3,)
-KEYS_FOR_ONE_LOOP = {False: (129, 384), True: (64, 255)}  # dense, and packed on average
+KEYS_FOR_ONE_LOOP = {3: {False: (129, 384), True: (64, 255)}, 4: {False: (129, 640), True: (0, -1)}}  # dense, and packed on average
 
 
 def has_one_loop(problem: Problem) -> bool:
     """Whether a tile's first step is one of its loop's."""
-    length = instructions(problem.activations[0], precision_for(problem)) if consumers(problem) in ONE_LOOP_CONSUMERS else None
+    count = consumers(problem)
+    length = instructions(problem.activations[0], precision_for(problem)) if count in KEYS_FOR_ONE_LOOP else None
     if length is None:
         return False
-    least, most = KEYS_FOR_ONE_LOOP[problem.key_side == "packed"]
+    least, most = KEYS_FOR_ONE_LOOP[count][problem.key_side == "packed"]
     few = least <= keys_of_a_sequence(problem) <= most
-    return few and LEAST_INSTRUCTIONS_FOR_ONE_LOOP <= length <= MOST_INSTRUCTIONS_FOR_THREE
+    return few and LONG_ACTIVATION <= length <= MOST_INSTRUCTIONS_FOR_THREE and not is_packed(problem)
 
 
-PACKED_CONSUMERS = (2,)
+# Of four consumers' scores, those in bfloat16 are packed where a sequence is one tile. fp32 -> packed, gelu_tanh: 192 rows 0.838 -> 0.872,
+# 256 rows 0.696 -> 0.722, 320 rows 0.533 -> 0.534, 512 rows 0.611 -> 0.604, 1024 rows 0.641 -> 0.612, with 256 keys 0.574 -> 0.563. In
+# fp16, whose fp32 form is longer: 1024 rows 0.547 -> 0.601, with 256 keys 0.517 -> 0.551, gelu 0.489 -> 0.515, 0.443 -> 0.479.
+MOST_PACKED_ROWS_OF_FOUR = 256
 
 
 def is_packed(problem: Problem) -> bool:
@@ -136,9 +181,10 @@ def is_packed(problem: Problem) -> bool:
 
     A mask would part the pairs. With three consumers and long sequences they are no faster; short ones were not timed. gelu_tanh without
     and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682 and 0.667."""
-    masked = needs_mask(problem) or problem.masked
-    fit = functions_for(problem).open_packed is not None and consumers(problem) in PACKED_CONSUMERS
-    return fit and not masked and has_many_rows(problem)
+    if functions_for(problem).open_packed is None or needs_mask(problem) or problem.masked or not has_many_rows(problem):
+        return False
+    one_tile = problem.query_side != "packed" and problem.query_rows <= MOST_PACKED_ROWS_OF_FOUR
+    return {2: True, 3: False, 4: problem.dtype == torch.float16 or one_tile}[consumers(problem)]
 
 
 def has_many_rows(problem: Problem) -> bool:
