@@ -29,8 +29,9 @@ rounding of each result is fp32 (float64 for float64, and for tiny fp32 sequence
 fastest choice: on an Emerald Rapids Xeon oneDNN's AVX-512 bf16 products ran at 140 GFLOP/s against 280 for MKL's fp32
 ones, and the AMX ones die of SIGILL on virtual machines that announce AMX without its tiles. Where bf16 products are the
 faster, on AMD's processors with AVX512_BF16 and Intel's with AMX, O, dV, dQ and dK are products of bf16 operands if one
-product makes all of them; S and dP stay fp32, which torch's bf16 products cannot return. oneDNN keeps code for each shape of
-them: see few_sizes.
+product makes all of them. S and dP, which torch's bf16 products cannot return in fp32, are sums of two of them, as good as fp32
+for every activation with a name (cpu_tensors.wide_product); S of any other is an fp32 product. oneDNN keeps code for each shape
+of a product: see few_sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from gdpa.backends import cpu_short, cpu_whole
 from gdpa.backends.cpu_plan import Block, Chunk, KeyTile, Plan, QueryTile, wide
-from gdpa.backends.cpu_tensors import ALONE, Place, Rows, Workspace, product
+from gdpa.backends.cpu_tensors import ALONE, Place, Rows, Workspace, product, wide_product
 from gdpa.problem import Problem
 
 # Shared queries' gradient is summed in so many parts of the batch, which workers take, and in so many numbers at the most.
@@ -128,7 +129,8 @@ def _forward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, out: Rows) -
     scale, (factor, factors) = call.problem.scale, call.out_scale(chunk.block)
     # A sum of several products is added up wide; factors multiply results that are not rounded yet.
     precision = chunk.operands if len(chunk.grid) == 1 and factors is None else chunk.precision
-    k_wide = workspace.load("k", call.k, _keys_at(call.k, chunk))  # [N, Sk, D]
+    by_score = chunk.score_operands
+    k_rows = workspace.load("k", call.k, _keys_at(call.k, chunk), by_score)  # [N, Sk, D]
     v_rows = workspace.load("v", call.v, _keys_at(call.v, chunk), precision)  # [N, Sk, Dv]
     for queries in chunk.query_tiles:
         place = _queries_at(out, chunk, queries)
@@ -136,11 +138,11 @@ def _forward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, out: Rows) -
         if not key_tiles:
             out.at(place).zero_()
             continue
-        q_wide = workspace.load("q", call.q, _queries_at(call.q, chunk, queries))  # [N, F*R, D]
+        q_rows = workspace.load("q", call.q, _queries_at(call.q, chunk, queries), by_score)  # [N, F*R, D]
         o = workspace.result("o", out, place, precision)
         for step, keys in enumerate(key_tiles):
-            s = workspace.take("s", (*q_wide.shape[:2], keys.size))
-            product(s, q_wide, keys.of(k_wide).mT, scale)
+            s = workspace.take("s", (*q_rows.shape[:2], keys.size))
+            wide_product(s, q_rows, keys.of(k_rows).mT, scale, workspace)
             for kernel, s_part in zip(queries.kernels, queries.split(s), strict=True):
                 kernel.value(s_part)
             chunk.mask(s, queries, keys)
@@ -226,11 +228,12 @@ def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gra
     narrow = chunk.operands if factors is None else chunk.precision
     by_query = narrow if len(chunk.grid) == 1 and grads.dq_sum is None else chunk.precision
     by_key = narrow if len(chunk.query_tiles) == 1 else chunk.precision
-    k_wide = workspace.load("k", call.k, _keys_at(call.k, chunk))  # [N, Sk, D]
-    k_rows = k_wide if by_query == k_wide.dtype else workspace.load("k", call.k, _keys_at(call.k, chunk), by_query)
-    v_wide = None  # [N, Sk, Dv], where dS is needed
+    by_score = chunk.score_operands
+    k_scores = workspace.load("k", call.k, _keys_at(call.k, chunk), by_score)  # [N, Sk, D]
+    k_rows = workspace.load("k", call.k, _keys_at(call.k, chunk), by_query) if by_query != by_score else k_scores
+    v_rows = None  # [N, Sk, Dv], where dS is needed
     if dq is not None or dk is not None:
-        v_wide = workspace.load("v", call.v, _keys_at(call.v, chunk))
+        v_rows = workspace.load("v", call.v, _keys_at(call.v, chunk), narrow)
     dk_tiles = _KeyGradient(workspace, "dk", dk, chunk, by_key)  # [N, C, D] each
     dv_tiles = _KeyGradient(workspace, "dv", dv, chunk, by_key)  # [N, C, Dv] each
     for queries in chunk.query_tiles:
@@ -240,13 +243,12 @@ def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gra
             if dq is not None and grads.dq_sum is None:
                 dq.at(_queries_at(dq, chunk, queries)).zero_()
             continue
-        q_wide = workspace.load("q", call.q, q_place)  # [N, F*R, D]
-        do_wide = workspace.load("do", grads.d_out, do_place, private=factors is not None)
+        q_scores = workspace.load("q", call.q, q_place, by_score)  # [N, F*R, D]
+        q_rows = workspace.load("q", call.q, q_place, by_key) if by_key != by_score else q_scores
+        do_scores = workspace.load("do", grads.d_out, do_place, narrow, private=factors is not None)
         if factors is not None:
-            _multiply(do_wide, factors)
-        q_rows, do_rows = q_wide, do_wide
-        if by_key != q_wide.dtype:
-            q_rows, do_rows = workspace.load("q", call.q, q_place, by_key), workspace.load("do", grads.d_out, do_place, by_key)
+            _multiply(do_scores, factors)
+        do_rows = workspace.load("do", grads.d_out, do_place, by_key) if by_key != narrow else do_scores
         dq_place, dq_rows = q_place, None
         if grads.dq_sum is not None:
             dq_rows = workspace.scratch("dq", q_place.size).flat
@@ -254,18 +256,18 @@ def _backward_chunk(call: _Call, chunk: Chunk, workspace: Workspace, grads: _Gra
             dq_place = _queries_at(dq, chunk, queries)
             dq_rows = workspace.result("dq", dq, dq_place, by_query)
         for step, keys in enumerate(key_tiles):
-            s = workspace.take("s", (*q_wide.shape[:2], keys.size))
+            s = workspace.take("s", (*q_scores.shape[:2], keys.size))
             p = workspace.take("p", s.shape)
-            product(s, q_wide, keys.of(k_wide).mT, scale)
+            wide_product(s, q_scores, keys.of(k_scores).mT, scale, workspace)
             parts = list(zip(queries.kernels, queries.split(s), queries.split(p), strict=True))
             for kernel, s_part, p_part in parts:
-                kernel.prepare(s_part, None if dv is None else p_part, slope=v_wide is not None)
+                kernel.prepare(s_part, None if dv is None else p_part, slope=v_rows is not None)
             if dv is not None:
                 chunk.mask(p, queries, keys)
                 dv_tiles.add(keys, workspace.rounded(p, by_key), do_rows, factor, queries)
-            if v_wide is None:
+            if v_rows is None:
                 continue
-            product(p, do_wide, keys.of(v_wide).mT, factor)
+            wide_product(p, do_scores, keys.of(v_rows).mT, factor, workspace)
             for kernel, s_part, p_part in parts:
                 kernel.multiply_by_slope(p_part, s_part)
             chunk.mask(p, queries, keys)

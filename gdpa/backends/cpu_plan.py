@@ -44,10 +44,10 @@ LEAST_NARROW_PAIRS = 1 << 12
 
 
 def is_narrow(problem: Problem, pairs: int) -> bool:
-    """Whether P and dS are rounded before they are multiplied, in matrices of so many pairs. S and dP are always wide.
+    """Whether operands of products are bf16, P and dS rounded among them, in matrices of so many pairs. S and dP are always wide.
 
-    So they are where bf16 products are fast, as in every GPU kernel and in the error budget's yardstick. dP rounded too would be faster
-    still, but dQ and dK would be over the budget where one number is all of dP.
+    So operands are where bf16 products are fast, as in every GPU kernel and in the error budget's yardstick. S or dP rounded too
+    would be faster still, but over the budget where all scores, or all of dP, are about one number.
     """
     return pairs >= LEAST_NARROW_PAIRS and multiplies_fast(problem.dtype)
 
@@ -139,10 +139,16 @@ class Chunk:
 
     @property
     def operands(self) -> torch.dtype:
-        """The precision of P and dS, and of what they are multiplied with."""
+        """The precision of P and dS, of what they are multiplied with, and of what dP is made of."""
         q_len, k_len = self.block.q_len, self.block.k_len
         few = few_sizes(q_len) == q_len and few_sizes(k_len) == k_len
         return self.problem.dtype if few and is_narrow(self.problem, q_len * k_len) else self.precision
+
+    @property
+    def score_operands(self) -> torch.dtype:
+        """The precision of Q and K where S is made of them."""
+        steady = all(kernel_of(activation).steady for activation in self.problem.activations)
+        return self.operands if steady else self.precision
 
     @cached_property
     def query_tiles(self) -> list[QueryTile]:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from gdpa.backends.cpu_kernels import kernel_of
 from gdpa.backends.cpu_plan import BATCH_SCORES, EXACT_PAIRS, divide, is_narrow, wide
-from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, few_sizes, product, workspace
+from gdpa.backends.cpu_tensors import LEAST_NUMBERS_IN_PLACE, Workspace, few_sizes, product, wide_product, workspace
 from gdpa.problem import Problem, row_ranges
 
 MOST_SCORES = 1 << 20  # of one product
 # Narrow products need sequences padded to few sizes. Where that makes more scores than so many times those there are, fp32 is as fast:
-# sequences of 65 rows took 78 ns a score and thread (bf16, forward and backward) for 66, those of 100 rows 41 for 38, of 200 24 for 27.
-MOST_PADDING = 1.2
+# sequences of 65 rows took 34 ns a score and thread (bf16, forward and backward) for 33, those of 81 rows 26 for 30, of 100 20 for 27.
+MOST_PADDING = 1.5
 # Sequences of equal lengths can share products, in tiles, which pays below so many scores; where they are copied anyway (16 bits)
 # it pays wherever it is possible.
 LEAST_SCORES_IF_EQUAL = 1 << 16
@@ -37,7 +37,7 @@ class _Task(NamedTuple):
     sequence: int
     heads: slice
     whole: bool  # all heads
-    narrow: bool  # P and dS are rounded, and sequences padded to `few_sizes`
+    narrow: bool  # operands of products are bf16, P and dS rounded among them, and sequences padded to `few_sizes`
 
 
 class _Call:
@@ -77,13 +77,20 @@ class _Call:
             rounded[:, :, keys:].zero_()
         return rounded
 
+    def scores(self, s: Tensor, queries: _Sequences, q_rows: Tensor, keys: _Sequences, k_rows: Tensor, memory: Workspace) -> None:
+        """s = scale * Q K^T, of rows that were loaded."""
+        if not self.kernel.steady:
+            q_rows, k_rows = queries.widen(q_rows, memory), keys.widen(k_rows, memory)
+        wide_product(s, q_rows, k_rows.mT, self.problem.scale, memory)
+
     def run(self, work: Callable[[_Task, Tensor, Workspace], None]) -> None:
         """Do the work of every sequence that has pairs: `work` gets a task, memory for its scores, and the rest of the memory."""
         heads = self.problem.heads
         tasks = []
         for sequence, pairs in enumerate(self.pairs):
             if pairs:
-                step = min(heads, max(1, MOST_SCORES // pairs))
+                parts = -(-heads // min(heads, max(1, MOST_SCORES // pairs)))
+                step = -(-heads // parts)
                 padded = few_sizes(self.q_lengths[sequence]) * few_sizes(self.k_lengths[sequence])
                 narrow = is_narrow(self.problem, pairs) and padded <= MOST_PADDING * pairs
                 for first in range(0, heads, step):
@@ -119,13 +126,15 @@ class _Sequences:
         return view if task.whole else view[task.heads]
 
     def load(self, task: _Task, memory: Workspace) -> Tensor:
-        """The operand [h, L, features] of a product with P or dS: the caller's own memory where it has the precision and strides, else a
-        copy. In narrow tasks it has the caller's precision, and zeros below its rows."""
+        """The operand [h, L, features] of a product: the caller's own memory where it has the precision and strides, else a copy.
+
+        In narrow tasks it has the caller's precision, zeros below its rows, and no gaps between them (see Workspace.load).
+        """
         view = self._at(task)
         dtype = self._dtype if task.narrow else memory.dtype
         heads, rows, features = view.shape
         size = few_sizes(rows) if task.narrow else rows
-        if self._is_operand and self._dtype == dtype and size == rows:
+        if self._is_operand and self._dtype == dtype and size == rows and not (task.narrow and view.stride(1) != features):
             return view
         copy = memory.take(self._role, (heads, size, features), dtype)
         if size == rows:
@@ -135,7 +144,7 @@ class _Sequences:
         return copy
 
     def widen(self, loaded: Tensor, memory: Workspace) -> Tensor:
-        """What was loaded as the operand of S or dP."""
+        """What was loaded in the workspace's precision."""
         return loaded if loaded.dtype == memory.dtype else memory.take(self._role, loaded.shape).copy_(loaded)
 
     def compute(self, task: _Task, a: Tensor, b: Tensor, factor: float, memory: Workspace) -> None:
@@ -185,11 +194,11 @@ def forward(
     result = torch.empty(problem.output_shape, dtype=q.dtype)
     queries, out = call.queries("q", q), call.queries("o", result)
     keys, values = call.keys("k", k), call.keys("v", v)
-    kernel, scale = call.kernel, problem.scale
+    kernel = call.kernel
 
     def work(task: _Task, s: Tensor, memory: Workspace) -> None:
         q_rows, k_rows = queries.load(task, memory), keys.load(task, memory)
-        product(s, queries.widen(q_rows, memory), keys.widen(k_rows, memory).mT, scale)
+        call.scores(s, queries, q_rows, keys, k_rows, memory)
         kernel.value(s)
         p = call.rounded(s, task, memory)
         out.compute(task, p, values.load(task, memory), call.factors[task.sequence], memory)
@@ -227,7 +236,7 @@ def backward(
         factor = call.factors[task.sequence]
         q_rows, k_rows, do_rows = queries.load(task, memory), keys.load(task, memory), gradients.load(task, memory)
         p = memory.take("p", s.shape)
-        product(s, queries.widen(q_rows, memory), keys.widen(k_rows, memory).mT, scale)
+        call.scores(s, queries, q_rows, keys, k_rows, memory)
         kernel.prepare(s, None if dv is None else p, slope)
         if dv is not None:
             dv.compute(task, call.rounded(p, task, memory).mT, do_rows, factor, memory)
@@ -235,7 +244,7 @@ def backward(
             return
         v_rows = values.load(task, memory)
         dp, at_once = p, factor * scale  # so that a product like O's serves dQ, and dV's dK
-        product(dp, gradients.widen(do_rows, memory), values.widen(v_rows, memory).mT, at_once)
+        wide_product(dp, do_rows, v_rows.mT, at_once, memory)
         kernel.multiply_by_slope(dp, s)
         ds = call.rounded(dp, task, memory)
         if dq is not None:
