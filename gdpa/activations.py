@@ -131,7 +131,11 @@ class Activation:
                 raise _unknown(fn)
             self._fill(fn, name)
         elif callable(fn):
-            key = _key(fn) if torch.compiler.is_dynamo_compiling() else _traced_key(fn)
+            compiling = torch.compiler.is_dynamo_compiling()
+            if compiling and _has_state(fn):  # built where the graph ends, outside of what is compiled; refused under fullgraph
+                torch._dynamo.graph_break(_CAPTURES.format("state or closure variables"))
+                compiling = False
+            key = _key(fn) if compiling else _traced_key(fn)
             self._fill(key, name or str(getattr(fn, "__name__", type(fn).__name__)))
         else:
             raise GdpaError(f"fn: expected a callable, a name or an Activation, got {type(fn).__name__}")
@@ -188,7 +192,7 @@ class Activation:
         return isinstance(other, Activation) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash(getattr(self, "key", None))  # Dynamo asks for it while __init__ runs
 
     def __repr__(self) -> str:
         return f"Activation({self.name}: {_expression(self.key).formula})"
@@ -266,12 +270,17 @@ def _key(entry: Any) -> str:
             f"got {type(entry).__name__}"
         )
     if torch.compiler.is_dynamo_compiling():
-        if isinstance(entry, (torch.nn.Module, functools.partial, types.MethodType)):
-            _fail_capture("an object with state")
-        if isinstance(entry, types.FunctionType) and entry.__code__.co_freevars:
-            _fail_capture("closure variables")
+        if _has_state(entry):
+            _fail_capture("closure variables" if isinstance(entry, types.FunctionType) else "an object with state")
         return _compiled_key(entry)
     return _callable_key(entry)
+
+
+def _has_state(fn: Function) -> bool:
+    """Whether Dynamo, which reads this, would have to hand more than a function to those that it calls."""
+    if isinstance(fn, types.FunctionType):
+        return bool(fn.__code__.co_freevars)
+    return isinstance(fn, (torch.nn.Module, functools.partial, types.MethodType))
 
 
 _MEMO_SIZE = 1024
@@ -327,11 +336,14 @@ def _fail_unknown(name: str) -> NoReturn:
     raise _unknown(name)
 
 
+_CAPTURES = (
+    "activation: a callable that captures values ({}) is not accepted inside torch.compile, which would not "
+    "notice a change of them; build gdpa.Activation(fn) outside the compiled region and pass that"
+)
+
+
 def _fail_capture(what: str) -> NoReturn:
-    raise GdpaError(
-        f"activation: a callable that captures values ({what}) is not accepted inside torch.compile, which would not "
-        "notice a change of them; build gdpa.Activation(fn) outside the compiled region and pass that"
-    )
+    raise GdpaError(_CAPTURES.format(what))
 
 
 for _constant in (_called, _compiled_key, _fail, _fail_length, _fail_unknown, _fail_capture):

@@ -265,7 +265,7 @@ class TestPlan:
         found = []
         for number in range(batch * heads * tiles):
             head, sequence, k_start, _, row, q_start, _, count = find_tile(
-                number, None, 10, 128 * tiles, tiles, heads, False, False, together, False
+                number, None, 10, 128 * tiles, tiles, 112, heads, False, False, together, False, False
             )
             assert (k_start, q_start, count) == (128 * tiles * sequence, 10 * sequence, tiles)
             found.append((sequence, head, row // 128) if together else (sequence, row // 128, head))
@@ -298,13 +298,28 @@ class TestPlan:
         found = []
         for taken in range(3 * tiles * 2):
             head, sequence, _, k_length, row, _, q_length, count = find_tile(
-                taken, None, 128 * tiles, 128 * tiles, tiles, 2, False, True, False, True
+                taken, None, 128 * tiles, 128 * tiles, tiles, 112, 2, False, True, False, True, False
             )
             assert (k_length, q_length, count) == (128 * tiles, 128 * tiles, tiles)
             found.append((sequence, head, row // 128))
         assert sorted(found) == [(b, h, t) for b in range(3) for h in range(2) for t in range(tiles)]
         for first, second in zip(found[::2], found[1::2], strict=True):
             assert first[:2] == second[:2] and first[2] + second[2] == tiles - 1
+
+    @pytest.mark.parametrize(("tiles", "turned"), [(8, True), (56, True), (57, False)])
+    def test_tiles_of_a_causal_sequence_in_a_fixed_order_turn_where_all_run_at_once(self, tiles, turned):
+        """Else they wait for those before them, which must stand before them in the list too."""
+        find_tile = self.find_tile([])
+        rows: dict[int, list[int]] = {}
+        for taken in range(3 * tiles * 2):
+            head, sequence, _, _, row, *_ = find_tile(
+                taken, None, 128 * tiles, 128 * tiles, tiles, 112, 2, False, False, False, True, True
+            )
+            if head == 0:
+                rows.setdefault(sequence, []).append(row // 128)
+        for sequence, found in rows.items():
+            first = sequence if turned else 0
+            assert found == [*range(first, tiles), *range(first)]
 
     @pytest.mark.parametrize("lengths", [(1, 128, 129, 2048, 300, 0, 700, 256), (900,)])
     def test_the_tile_in_the_middle_of_a_causal_sequence_is_followed_by_nothing(self, lengths):
@@ -315,7 +330,9 @@ class TestPlan:
         find_tile = self.find_tile(records.flatten().tolist())
         found = []
         for taken in range(2 * int(records[0, 0])):
-            _, sequence, k_start, k_length, row, q_start, q_length, count = find_tile(taken, 0, 0, 0, 0, 1, True, True, False, True)
+            _, sequence, k_start, k_length, row, q_start, q_length, count = find_tile(
+                taken, 0, 0, 0, 0, 112, 1, True, True, False, True, False
+            )
             if q_length == 0:
                 assert (k_length, row, taken % 2) == (0, 0, 1)
                 continue
@@ -476,7 +493,9 @@ class TestRelay:
         records = schedule.records(cu, cu, batch, rows, rows, 128 if ordered else 256)
         find_tile = TestPlan.find_tile(records.flatten().tolist())
         for taken in range(int(records[0, 0]) * (1 if ordered else 2)):
-            _, _, k_start, k_length, row, q_start, q_length, count = find_tile(taken, 0, 0, 0, 0, 1, True, not ordered, False, True)
+            _, _, k_start, k_length, row, q_start, q_length, count = find_tile(
+                taken, 0, 0, 0, 0, 112, 1, True, not ordered, False, True, ordered
+            )
             start, _ = kernels.find_causal(row, q_length, count, 132, 4, 1, ordered, rows_of_step)
             assert max(1, -(-q_length // rows_of_step)) - start >= 1
             assert k_start >= 0 and k_start + k_length <= rows and q_start >= 0 and q_start + q_length <= rows
