@@ -404,9 +404,11 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "heads that differ",
     ],
 )
-def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed):
-    from gdpa.backends.hopper import launch, plan
+def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed, monkeypatch):
+    from gdpa.backends.hopper import launch, plan, plan_forward
     from gdpa.backends.hopper.forward import rounded
+
+    monkeypatch.setattr(plan_forward, "LEAST_TILES_FOR_FOUR", 0)  # the cases are small
 
     case = make_case(
         **{"q_lengths": (130, 7), "k_lengths": (5, 300), "heads": 4, "head_dim": 128, "dtype": torch.bfloat16} | options
@@ -437,6 +439,21 @@ def test_a_mask_parts_no_packed_pairs():
 @needs_triton
 class TestHowManyConsumersShareATile:
     LONG = (512, 512)
+
+    @pytest.fixture
+    def few_tiles_do(self, monkeypatch):
+        from gdpa.backends.hopper import plan_forward
+
+        monkeypatch.setattr(plan_forward, "LEAST_TILES_FOR_FOUR", 0)
+
+    @pytest.mark.parametrize(("batch", "expected"), [(33, 4), (32, 3)])
+    @pytest.mark.parametrize("form", ["packed", "dense"])
+    def test_four_only_where_every_multiprocessor_has_a_tile(self, form, batch, expected):
+        from gdpa.backends.hopper import plan_forward
+
+        options = {"heads": 4, "head_dim": 64, "dtype": torch.bfloat16, "activation": "silu"}
+        problem = make_case(form, q_lengths=(200,) * batch, **options).problem
+        assert plan_forward.consumers(problem) == (2 if form == "dense" and expected == 3 else expected)
 
     @pytest.mark.parametrize(
         ("options", "expected"),
@@ -489,6 +506,7 @@ class TestHowManyConsumersShareATile:
             ({"activation": ["gelu", "relu"]}, 2),
         ],
     )
+    @pytest.mark.usefixtures("few_tiles_do")
     def test_narrow_heads_have_as_many_as_make_few_tiles(self, options, expected):
         from gdpa.backends.hopper import plan_forward
 
@@ -517,6 +535,7 @@ class TestHowManyConsumersShareATile:
             ({"q_lengths": (40,)}, False),
         ],
     )
+    @pytest.mark.usefixtures("few_tiles_do")
     def test_a_long_activation_and_few_blocks_of_keys_have_one_loop(self, options, expected):
         from gdpa.backends.hopper import launch, plan_forward
 
@@ -554,7 +573,7 @@ class TestHowManyConsumersShareATile:
         from gdpa.backends.hopper import launch, plan_forward
 
         def kind(form, rows):
-            q, k, v, cu_q, cu_k = launch.example(form, 4, rows, 4, 4, 64, 64, dtype)
+            q, k, v, cu_q, cu_k = launch.example(form, 1024, rows, 4, 4, 64, 64, dtype)
             problem = launch.describe(q, k, v, cu_q, cu_k, None, None, (activation,), None, 1.0, (-1, -1), False)
             forms = plan_forward.consumers(problem), plan_forward.has_one_loop(problem), plan_forward.is_packed(problem)
             return form, launch.precision_for(problem), *forms
@@ -573,6 +592,7 @@ class TestHowManyConsumersShareATile:
         forms = ("packed", "dense", "dense-keys", "shared-queries")
         assert set(built) == {kind(form, rows) for form in forms for rows in range(32, 2200, 32)}
 
+    @pytest.mark.usefixtures("few_tiles_do")
     @pytest.mark.parametrize("form", ["packed", "dense"])
     def test_tiles_records_and_the_kernel_agree(self, launched, form):
         """One batch of each kind: three consumers have 192 rows a tile and four 256, so there are fewer tiles."""

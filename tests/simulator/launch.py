@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from gdpa.backends import gpu
-from gdpa.backends.hopper import launch, launch_backward
+from gdpa.backends.hopper import launch, launch_backward, plan_forward
 from simulator.machine import Descriptor, Machine, Partition, Program
 from simulator.races import Fault
 from simulator.translate import Translation, load
@@ -143,4 +143,5 @@ def simulated(multiprocessors: int = 2, seed: int = 0, overlapping: bool = False
         for module in (launch, launch_backward):
             stack.enter_context(patch.object(module, "multiprocessors", lambda device: multiprocessors))
             stack.enter_context(patch.object(module, "_recipes", Forgetful()))
+        stack.enter_context(patch.object(plan_forward, "LEAST_TILES_FOR_FOUR", 0))  # problems are small here
         yield simulation

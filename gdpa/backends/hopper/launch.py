@@ -313,7 +313,7 @@ def compile_forward(
 ) -> Any:
     """Build the kernel without running it, on any machine: form packed, dense, dense-keys or shared-queries, with `rows` a sequence, or as
     many keys and other `queries`."""
-    q, k, v, cu_q, cu_k = example(form, 4, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype, queries)
+    q, k, v, cu_q, cu_k = example(form, 1024, rows, kv_heads * group, kv_heads, head_dim, head_dim, dtype, queries)
     problem = describe(q, k, v, cu_q, cu_k, None, None, activations, None, 1.0, window, False)
     out = q.new_empty(problem.output_shape)
     arguments = (*_descriptors(problem, q, k, v, out), *_pointers(problem, q, cu_q, cu_k, None), *_numbers(problem))

@@ -50,6 +50,7 @@ LEAST_GAIN_OF_FOUR = {
     False: 1.05,
 }  # with few keys and more: what is computed with three, over what is computed with four
 MOST_AVERAGE_KEYS_FOR_FOUR = 384  # packed
+LEAST_TILES_FOR_FOUR = 132  # an H200's multiprocessors: large tiles of a small batch would leave some without any
 # Activations of so many instructions have the code of four consumers' steps in the way: 2048 rows with 128 keys had 0.753 with three in
 # results/h200-forward-64.json, and 0.555 with four ("forward at D = 64 at b952885" in results/experiments/h200.json).
 LONG_ACTIVATION = 8
@@ -111,6 +112,8 @@ def fastest(problem: Problem) -> int:
 def four_gain(problem: Problem, long: bool) -> bool:
     """Whether four consumers are faster than fewer, by the lengths to expect and whether the activation is a `long` one."""
     rows, keys = queries_of_a_sequence(problem), keys_of_a_sequence(problem)
+    if problem.batch * problem.heads * -(-rows // (4 * CONSUMER_ROWS)) < LEAST_TILES_FOR_FOUR:
+        return False
     if long and not KEYS_FOR_FOUR_IF_LONG[0] <= keys <= KEYS_FOR_FOUR_IF_LONG[1]:
         return False
     if problem.query_side == "packed":
