@@ -261,20 +261,18 @@ class TestPlan:
     @pytest.mark.parametrize(("batch", "heads", "tiles"), [(3, 4, 5), (5, 1, 7), (1, 3, 16)])
     def test_every_tile_has_a_number_and_neighbours_are_of_one_head_where_together(self, batch, heads, tiles, together):
         """tiles.find_tile, run as Python."""
-        find_tile = self.find_tile([])
+        find_tile = self.find_tile(dense=(10, 128 * tiles, tiles), heads=heads, together=together)
         found = []
         for number in range(batch * heads * tiles):
-            head, sequence, k_start, _, row, q_start, _, count = find_tile(
-                number, None, 10, 128 * tiles, tiles, 112, heads, False, False, together, False, False
-            )
+            head, sequence, k_start, _, row, q_start, _, count = find_tile(number)
             assert (k_start, q_start, count) == (128 * tiles * sequence, 10 * sequence, tiles)
             found.append((sequence, head, row // 128) if together else (sequence, row // 128, head))
         sizes = (heads, tiles) if together else (tiles, heads)
         assert found == [(b, i, j) for b in range(batch) for i in range(sizes[0]) for j in range(sizes[1])]
 
     @staticmethod
-    def find_tile(memory):
-        """As a plain function, of the one program there is; `memory` is what it loads from."""
+    def find_tile(records=(), dense=(0, 0, 0), heads=1, *, paired=False, together=False, causal=False, ordered=False):
+        """As a plain function of a tile's number, of the one program there is; a list's `records`, or `dense` queries, keys and tiles."""
         from types import SimpleNamespace
 
         from gdpa.backends.hopper.tiles import find_tile
@@ -283,23 +281,22 @@ class TestPlan:
             constexpr=None,
             program_id=lambda axis: 0,
             num_programs=lambda axis: 1,
-            load=lambda at: memory[at],
+            load=lambda at: records[at],
             minimum=min,
             cdiv=lambda x, y: -(-x // y),
             where=lambda condition, x, y: x if condition else y,
         )
         namespace = {"gl": gl, "TILE": 128, "RECORD": 8}
         exec(inspect.getsource(find_tile.fn).replace("@gluon.jit\n", ""), namespace)
-        return namespace["find_tile"]
+        of_kernel = namespace["find_tile"]
+        return lambda taken: of_kernel(taken, 0, *dense, 112, heads, len(records) > 0, paired, together, causal, ordered)
 
     @pytest.mark.parametrize("tiles", [2, 4, 16])
     def test_two_tiles_of_a_causal_sequence_have_as_many_steps_as_any_two(self, tiles):
-        find_tile = self.find_tile([])
+        find_tile = self.find_tile(dense=(128 * tiles, 128 * tiles, tiles), heads=2, paired=True, causal=True)
         found = []
         for taken in range(3 * tiles * 2):
-            head, sequence, _, k_length, row, _, q_length, count = find_tile(
-                taken, None, 128 * tiles, 128 * tiles, tiles, 112, 2, False, True, False, True, False
-            )
+            head, sequence, _, k_length, row, _, q_length, count = find_tile(taken)
             assert (k_length, q_length, count) == (128 * tiles, 128 * tiles, tiles)
             found.append((sequence, head, row // 128))
         assert sorted(found) == [(b, h, t) for b in range(3) for h in range(2) for t in range(tiles)]
@@ -309,12 +306,10 @@ class TestPlan:
     @pytest.mark.parametrize(("tiles", "turned"), [(8, True), (56, True), (57, False)])
     def test_tiles_of_a_causal_sequence_in_a_fixed_order_turn_where_all_run_at_once(self, tiles, turned):
         """Else they wait for those before them, which must stand before them in the list too."""
-        find_tile = self.find_tile([])
+        find_tile = self.find_tile(dense=(128 * tiles, 128 * tiles, tiles), heads=2, causal=True, ordered=True)
         rows: dict[int, list[int]] = {}
         for taken in range(3 * tiles * 2):
-            head, sequence, _, _, row, *_ = find_tile(
-                taken, None, 128 * tiles, 128 * tiles, tiles, 112, 2, False, False, False, True, True
-            )
+            head, sequence, _, _, row, *_ = find_tile(taken)
             if head == 0:
                 rows.setdefault(sequence, []).append(row // 128)
         for sequence, found in rows.items():
@@ -327,12 +322,10 @@ class TestPlan:
 
         offsets = offsets_of(lengths)
         records = schedule.records(offsets, offsets, len(lengths), sum(lengths), sum(lengths), 256)
-        find_tile = self.find_tile(records.flatten().tolist())
+        find_tile = self.find_tile(records.flatten().tolist(), paired=True, causal=True)
         found = []
         for taken in range(2 * int(records[0, 0])):
-            _, sequence, k_start, k_length, row, q_start, q_length, count = find_tile(
-                taken, 0, 0, 0, 0, 112, 1, True, True, False, True, False
-            )
+            _, sequence, k_start, k_length, row, q_start, q_length, count = find_tile(taken)
             if q_length == 0:
                 assert (k_length, row, taken % 2) == (0, 0, 1)
                 continue
@@ -491,11 +484,9 @@ class TestRelay:
         rows, batch = 900, len(offsets) - 1
         cu = torch.tensor(offsets, dtype=torch.int64)
         records = schedule.records(cu, cu, batch, rows, rows, 128 if ordered else 256)
-        find_tile = TestPlan.find_tile(records.flatten().tolist())
+        find_tile = TestPlan.find_tile(records.flatten().tolist(), paired=not ordered, causal=True, ordered=ordered)
         for taken in range(int(records[0, 0]) * (1 if ordered else 2)):
-            _, _, k_start, k_length, row, q_start, q_length, count = find_tile(
-                taken, 0, 0, 0, 0, 112, 1, True, not ordered, False, True, ordered
-            )
+            _, _, k_start, k_length, row, q_start, q_length, count = find_tile(taken)
             start, _ = kernels.find_causal(row, q_length, count, 132, 4, 1, ordered, rows_of_step)
             assert max(1, -(-q_length // rows_of_step)) - start >= 1
             assert k_start >= 0 and k_start + k_length <= rows and q_start >= 0 and q_start + q_length <= rows
