@@ -45,10 +45,8 @@ BLOCK_N = 128  # keys of a block, but with four consumers
 # So four pay where their tiles of 256 rows and 64 keys hold less that is not there than three's of 192 and 128, and more so where keys are
 # few. Packed queries leave a tile's last consumers without rows; there they pay where keys are packed as well, and not many.
 FEW_KEYS = 320
-LEAST_GAIN_OF_FOUR = {
-    True: 0.9,
-    False: 1.05,
-}  # with few keys and more: what is computed with three, over what is computed with four
+# What is computed with three, over what is computed with four, from which on there are four: where keys are few, and else.
+LEAST_GAIN_OF_FOUR = {True: 0.9, False: 1.05}
 MOST_AVERAGE_KEYS_FOR_FOUR = 384  # packed
 LEAST_TILES_FOR_FOUR = 132  # an H200's multiprocessors: large tiles of a small batch would leave some without any
 # Activations of so many instructions have the code of four consumers' steps in the way: 2048 rows with 128 keys had 0.753 with three in
