@@ -564,6 +564,21 @@ class TestHowManyConsumersShareATile:
             ("remembered", False),
         ]
 
+    @pytest.mark.usefixtures("few_tiles_do")
+    def test_packed_scores_of_one_tile_are_another_kernel_than_those_of_several(self, launched):
+        """Alike in all else that a recipe depends on."""
+        from gdpa.backends.hopper.forward import rounded
+
+        options = {"activation": "gelu", "heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+        for rows in (200, 1024, 256, 1000):
+            call(make_case("dense", q_lengths=(rows,), **options))
+        assert [(how, rounded in arguments) for how, _, arguments in launched.calls] == [
+            ("first", False),
+            ("first", True),
+            ("remembered", False),
+            ("remembered", True),
+        ]
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
     @pytest.mark.parametrize("activation", ["silu", "gelu", "softplus"])
     def test_precompile_builds_each_kind_once(self, monkeypatch, activation, dtype):

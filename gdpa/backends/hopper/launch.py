@@ -35,7 +35,6 @@ from gdpa.backends.hopper.plan_forward import (
     ROWS_FOR_THREE,
     block_keys,
     consumers,
-    has_many_rows,
     has_one_loop,
     is_early,
     is_packed,
@@ -226,8 +225,8 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         k.stride()[-3:],
         v.stride()[-3:],
         out_scale is None,
-        has_many_rows(problem),
         consumers(problem),
+        is_packed(problem),
         has_one_loop(problem),
         way_of_window(problem, same),
     )

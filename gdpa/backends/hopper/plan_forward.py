@@ -196,7 +196,7 @@ def has_many_rows(problem: Problem) -> bool:
 
 def is_early(problem: Problem) -> bool:
     """Whether an activation is kept before the wait for the product that runs meanwhile. Worth up to 4 %, in fp16 3 to 11 %. A mask has no
-    registers to spare for it, nor has any activation with three consumers."""
+    registers to spare for it, nor has any activation with three or four consumers."""
     return bool(DIVIDES.value) and not needs_mask(problem) and consumers(problem) == 2
 
 
