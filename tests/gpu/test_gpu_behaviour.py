@@ -215,6 +215,21 @@ def test_inductor_matches_eager(mode):
             assert torch.equal(x, y)
 
 
+def test_offsets_of_one_compiled_region_are_not_taken_for_each_other(backend):
+    """Inductor would write the second ones where the first were, and a schedule knows offsets by their tensor."""
+
+    def function(x: Tensor, lengths: Tensor) -> Tensor:
+        for these in (lengths, lengths.flip(0)):
+            offsets = torch.nn.functional.pad(these.cumsum(0), (1, 0))
+            x = gdpa.attention_varlen(x, x, x, offsets, offsets, activation="silu", backend=backend)
+        return x
+
+    x = torch.randn(500, 4, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([300, 1, 199], device="cuda")
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        assert torch.equal(torch.compile(function, fullgraph=True)(x, lengths), function(x, lengths))
+
+
 def test_autocast():
     case = make_case(**{**BASE, "dtype": torch.float32}, **LENGTHS)
     inputs = leaves(case.inputs)

@@ -278,6 +278,12 @@ def test_other_data_at_other_addresses_and_at_the_same(form):
         assert any(all(addresses) for addresses in known), f"{known}, hooks {triton.knobs.runtime.launch_enter_hook}"
 
 
+def rows_first(x: torch.Tensor) -> torch.Tensor:
+    """A copy of dense `x` in whose memory row 0 of every sequence comes before any row 1."""
+    copy = x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1)
+    return copy.copy_(x)
+
+
 class TestStrides:
     def test_slices_of_one_projection_are_read_in_place(self):
         offsets = offsets_of((1000, 650), device="cuda")
@@ -307,6 +313,14 @@ class TestStrides:
         apart = {n: torch.randn(3, 110, x.shape[2], 128, device="cuda", dtype=x.dtype)[:, :100] for n, x in
                  ((n, getattr(case.inputs, n)) for n in "qkv")}  # fmt: skip
         check(case.with_inputs(**apart), "hopper")
+
+    @pytest.mark.parametrize(("queries", "keys"), [(1, 70), (130, 1), (1, 1)])
+    def test_one_row_a_sequence_with_rows_before_sequences(self, queries, keys):
+        """Which torch calls contiguous whatever the distance of rows."""
+        case = make_case("dense", **BASE, q_lengths=(queries,) * 5, k_lengths=(keys,) * 5)
+        case = case.with_inputs(**{n: rows_first(getattr(case.inputs, n)) for n in "qkv"})
+        assert all(x.is_contiguous() == (x.shape[1] == 1) for x in case.inputs[:3])
+        check(replace(case, d_out=rows_first(case.d_out)), "hopper")
 
 
 @triton.jit

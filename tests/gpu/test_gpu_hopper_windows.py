@@ -81,6 +81,13 @@ def test_one_sequence_never_reaches_another(poison, window):
     assert not dirty.out.isfinite().all(), "the poison was not seen at all"
 
 
+@pytest.mark.parametrize("tail", [(0, 100), (0, 128), (200, 0), (28, 100)], ids=str)
+def test_sequences_that_share_offsets_in_buffers_that_differ(window, tail):
+    """A window's edge is where the lengths have it, not where the ends of the buffers do."""
+    case = make_case(**BASE, q_lengths=(130, 0, 300, 513), tail=tail, window_size=window)
+    check(case.with_inputs(cu_seqlens_k=case.inputs.cu_seqlens_q), "hopper")
+
+
 @pytest.mark.parametrize("index", range(FUZZ))
 def test_random_problems(index):
     draw = random.Random(f"windows {index}")
