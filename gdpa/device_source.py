@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -31,12 +30,27 @@ from gdpa.device_helpers import PORTABLE as _PORTABLE_HELPERS
 from gdpa.errors import GdpaError
 from gdpa.expression import Expression
 from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold
-from gdpa.graph import SCORE, Graph, Operand, Ref, Statement, formulas
+from gdpa.graph import Graph, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
+from gdpa.packing import FLAVOURS, packed_functions
 from gdpa.spelling import WITH_TANH, spelled
+from gdpa.writing import literal, powers, scalar
 
-GENERATOR_VERSION = 22
+GENERATOR_VERSION = 23
+
+
+@dataclass(frozen=True)
+class PackedFunctions:
+    """Attributes:
+    open: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `DeviceFunctions.scaled` but its last step. In the first
+        columns x is g; from there on two neighbours hold what two scores became together, in the 16 bits of the result, and are no
+        numbers.
+    finish: `finish_packed(x, DTYPE) -> g`, a tile of the dtype of the precision, as DTYPE must be.
+    """
+
+    open: Any
+    finish: Any
 
 
 @dataclass(frozen=True)
@@ -61,10 +75,8 @@ class DeviceFunctions:
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
         weighted_instructions: how many `weighted_pair` has for a score, of one activation in bfloat16 or in float16 on sm_90; None
             elsewhere, and where one of its steps is a call of several.
-        open_packed: `open_packed(s, scale, head) -> x`, a float32 tile: all of the g of `scaled` but its last step. In the first
-            EXACT_COLUMNS x is g; from there on two neighbours hold what two scores became together, in the 16 bits of the result, and are
-            no numbers. None where heads differ or the activation has no such form. Needs sm_90.
-        finish_packed: `finish_packed(x, DTYPE) -> g`, a tile of the dtype of the precision, as DTYPE must be; None where `open_packed` is.
+        packed: the same f by pairs of scores, by the number of a tile's columns, the first ones, that are computed one by one. Empty
+            where heads differ or the activation has no such form. Needs sm_90.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -79,8 +91,7 @@ class DeviceFunctions:
     weighted_pair: Any
     weighted_factor: Any
     weighted_instructions: int | None
-    open_packed: Any
-    finish_packed: Any
+    packed: dict[int, PackedFunctions]
     source: str
     path: Path
 
@@ -126,8 +137,10 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         weighted_pair=module.activate_pair_weighted,
         weighted_factor=module.weighted_factor,
         weighted_instructions=module.WEIGHTED_INSTRUCTIONS,
-        open_packed=getattr(module, "open_packed", None),
-        finish_packed=getattr(module, "finish_packed", None),
+        packed={
+            exact: PackedFunctions(getattr(module, f"open_packed_{exact}"), getattr(module, f"finish_packed_{exact}"))
+            for exact in (FLAVOURS[precision].ways if hasattr(module, "open_packed_0") else ())
+        },
         source=source,
         path=path,
     )
@@ -150,8 +163,8 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             functions += writer.folded_functions("pair", i, expression, (whole, whole), lifts)
             functions += writer.folded_functions("pair", i, expression, (whole, WEIGHT))
         # Only where all heads have it: with branches over heads around packed steps ptxas waits after every product.
-        if precision in _WORDS and len(distinct) == 1:
-            packed = writer.packed_function(i, expression)
+        if precision in FLAVOURS and len(distinct) == 1:
+            packed = writer.packed_functions(i, expression, frontend)
     heads = {i: [head for head, key in enumerate(keys) if key == distinct[i]] for i in range(len(distinct))}
     dispatch = [_dispatch("activate", "value", "s", "y", heads), _dispatch("activate_pair", "pair", "s", "y, dy", heads)]
     if folds:
@@ -164,8 +177,11 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
             _dispatch("weighted_factor", "factors_of_weighted_pair", "scale", "c", heads),
         ]
         if packed is not None:
-            functions += [_PACKING.format(columns=_COLUMNS[frontend], exact=EXACT_COLUMNS, **_WORDS[precision]), packed]
-            dispatch.append(_dispatch("open_packed", "opened_value", "s, scale", "x", heads))
+            functions += packed
+            dispatch += [
+                f"@jit\ndef open_packed_{n}(s, scale, head):\n    return opened_value_0_{n}(s, scale)"
+                for n in FLAVOURS[precision].ways
+            ]
     else:
         dispatch += _UNFOLDED
     counted = writer.weighted_instructions if precision in WITH_TANH and len(distinct) == 1 else None
@@ -194,76 +210,6 @@ _PREAMBLES = {
     "triton": "import triton\nimport triton.language as tl" + _PROPAGATE_NAN,
     "gluon": "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as tl" + _PROPAGATE_NAN,
 }
-
-
-# Columns of a tile that `open_packed` computes in float32. Packed scores are rounded to 16 bits before the activation and P once more
-# after it: sums over many keys stay well inside the error budget, single ones do not. So sequences of up to this many keys have no
-# packed ones, and longer ones have a share of exact ones. A multiple of 16, the keys of one product instruction.
-EXACT_COLUMNS = 16
-# Rows of a call, heads counted, that should share the budget for it to have packed scores (docs/numerics.md).
-FEWEST_PACKED_ROWS = 64
-
-# How assembly and Triton call two numbers of a precision in a register, and how a number is rounded and widened. A score past float16's
-# range, which is finite beside an exact tanh, stays so.
-_WORDS: dict[Precision, dict[str, str]] = {
-    "bfloat16": {
-        "pair": "bf16x2",
-        "dtype": "bfloat16",
-        "round": "cvt.rn.bf16.f32",
-        "widen": "mov.b32 first, {0, half}",
-        "limit": "",
-    },
-    "float16_sm90_many": {
-        "pair": "f16x2",
-        "dtype": "float16",
-        "round": "cvt.rn.f16.f32",
-        "widen": "cvt.f32.f16 first, half",
-        "limit": ".satfinite",
-    },
-}
-_COLUMNS = {"triton": "tl.arange(0, x.shape[1])", "gluon": "tl.arange(0, x.shape[1], tl.SliceLayout(0, x.type.layout))"}
-_PACKING = '''
-@jit
-def both(k):
-    """k in both halves of a register, in {dtype}; the second is rounded so that their mean is nearest to k, lest all scores err alike."""
-    return tl.inline_asm_elementwise(
-        """
-        {{
-        .reg .b16 half;
-        .reg .f32 first, second;
-        {round} half, $1;
-        {widen};
-        sub.f32 second, $1, first;
-        add.f32 second, second, $1;
-        cvt.rn.{pair}.f32 $0, second, $1;
-        }}
-        """,
-        "=r,f", [k], dtype=tl.int32, is_pure=True, pack=1,
-    )
-
-
-@jit
-def exact_columns(x):
-    return ({columns} < {exact})[None, :]
-
-
-@jit
-def finish_packed(x, DTYPE: tl.constexpr):
-    """s t + s of the packed s and t that `open_packed` left in two neighbours; exact columns are rounded."""
-    tl.static_assert(DTYPE == tl.{dtype})
-    g = tl.inline_asm_elementwise(
-        """
-        {{
-        .reg .b32 s, t;
-        mov.b32 s, $1;
-        mov.b32 t, $2;
-        fma.rn.{pair} $0, s, t, s;
-        }}
-        """,
-        "=r,f,f", [x], dtype=tl.{dtype}, is_pure=True, pack=2,
-    )
-    return tl.where(exact_columns(x), x.to(tl.{dtype}), g)
-'''.strip()
 
 
 # A number becomes a scalar of the device by being assigned.
@@ -325,9 +271,6 @@ _TEMPLATES = {
 }
 
 
-_PACKED = {"mul": "mul.rn", "add": "add.rn", "tanh": "tanh.approx"}
-
-
 class _Writer:
     """Writes functions of one flavour and remembers which helpers they call."""
 
@@ -376,24 +319,24 @@ class _Writer:
         lines = []
         for label, result, factor, multiple in zip(("f", "f'"), ("g", "dg"), folded.factors, multiples, strict=False):
             result = "(dg + 1)" if label == "f'" and raised is not None else result
-            product = result if factor == ONE else f"{_scalar(factor, 'scale**{}')} * {result}"
+            product = result if factor == ONE else f"{scalar(factor, 'scale**{}')} * {result}"
             lines.append(
                 f"# {'weight * ' if multiple == WEIGHT else ''}{label}(scale * s) = {product}, for the {label} of {name}_{number}"
             )
         lines += ["@jit", f"def {own_name}(s, scale{', weight' if weighted else ''}):", *self._body(folded)]
         # A weighted f' has no factor, which nobody asks for.
         free = [x for x, multiple in zip(folded.factors, multiples, strict=True) if multiple != WEIGHT]
-        factors = [f"    {letter} = {_scalar(factor)}" for letter, factor in zip("cd", free, strict=False)]
-        factor_lines = ["@jit", f"def factors_of_{own_name}(scale):", *_powers(folded.factors), *factors]
+        factors = [f"    {letter} = {scalar(factor)}" for letter, factor in zip("cd", free, strict=False)]
+        factor_lines = ["@jit", f"def factors_of_{own_name}(scale):", *powers(folded.factors), *factors]
         factor_lines.append(f"    return {', '.join('cd'[: len(free)])}")
         return ["\n".join(lines), "\n".join(factor_lines)]
 
     def _body(self, folded: Folded) -> list[str]:
         """The lines of a function that computes the outputs."""
-        lines = _powers(folded.scalars)
+        lines = powers(folded.scalars)
         texts: dict[StepOperand, str] = {}
         for coefficient in folded.scalars:
-            text = _scalar(coefficient)
+            text = scalar(coefficient)
             if text not in ("scale", "weight"):
                 texts[coefficient] = f"k{len(texts)}"
                 lines.append(f"    {texts[coefficient]} = {text}")
@@ -403,52 +346,11 @@ class _Writer:
         lines += [f"    {texts[Ref(i)]} = {self._step(folded, i, texts)}" for i in shown]
         return [*lines, f"    return {', '.join(_output(x, texts) for x in folded.outputs)}"]
 
-    def packed_function(self, number: int, expression: Expression) -> str | None:
-        """The f of `folded_functions` up to its last step, two scores at a time in 16 bits; None where the form is not made for that."""
-        words = _WORDS[self._precision]
+    def packed_functions(self, number: int, expression: Expression, frontend: str) -> list[str] | None:
+        """The f of `folded_functions` two scores at a time in 16 bits; None where it has not the form."""
         wanted = None if self._precision == "bfloat16" else ONE
         folded = fold(spelled(self._graph(expression, 1), self._precision), (wanted,))
-        if not folded.gated:
-            return None
-        multiple = folded.steps[0].operands[1]
-        first = 1 if isinstance(multiple, Coefficient) else 0
-        gate = Ref(0) if first else SCORE  # what tanh is multiplied with
-        constants = dict.fromkeys(x for step in folded.steps[first:] for x in step.operands if isinstance(x, Coefficient))
-        # $0, $1 are the results and $2, $3 the scores, or multiples of them; an argument comes once for each of them.
-        names: dict[StepOperand, str] = {gate: "s"}
-        names.update((x, f"${4 + 2 * i}") for i, x in enumerate(constants))
-        fused = set(folded.fused.values())
-        *opening, last = (i for i in range(first, len(folded.steps)) if i not in fused)
-        tanh = opening[-1]
-        assert folded.steps[tanh].operation == "tanh" and last in folded.fused, "`finish_packed` is the last step: s * tanh + s"
-        names.update((Ref(i), f"t{place}") for place, i in enumerate(opening))
-        temporaries = ", ".join(names[Ref(i)] for i in opening)
-        lines = ["@jit", f"def opened_value_{number}(s, scale):", *_powers(folded.scalars)]
-        lines += [f"    k{i} = both({_scalar(x)})" for i, x in enumerate(constants)]
-        if isinstance(multiple, Coefficient):
-            lines.append(f"    h = s * ({_scalar(multiple)})")
-        lines += ["    x = tl.inline_asm_elementwise(", '        """', "        {", f"        .reg .b32 s, {temporaries};"]
-        lines.append(f"        cvt.rn{words['limit']}.{words['pair']}.f32 s, $3, $2;")
-        for i in opening:
-            step = folded.steps[i]
-            if i in folded.fused:
-                product = folded.steps[folded.fused[i]]
-                (summand,) = [x for x in step.operands if x != Ref(folded.fused[i])]
-                operation, operands = "fma.rn", (*product.operands, summand)
-            else:
-                operation, operands = _PACKED[step.operation], step.operands
-            lines.append(f"        {operation}.{words['pair']} {', '.join([names[Ref(i)], *(names[x] for x in operands)])};")
-        lines += ["        mov.b32 $0, s;", f"        mov.b32 $1, {names[Ref(tanh)]};"]
-        arguments = ", ".join(["h" if first else "s", *(f"k{i}" for i in range(len(constants)))])
-        constraints = "=f,=f,f,f" + ",r,r" * len(constants)
-        lines += [
-            "        }",
-            '        """,',
-            f'        "{constraints}", [{arguments}], dtype=tl.float32, is_pure=True, pack=2,',
-            "    )",
-        ]
-        lines.append(f"    return tl.where(exact_columns(s), scaled_value_{number}(s, scale), x)")
-        return "\n".join(lines)
+        return packed_functions(folded, self._precision, frontend, number)
 
     def _step(self, folded: Folded, index: int, texts: dict[StepOperand, str]) -> str:
         """The text of a step, the product that it fuses with inside."""
@@ -458,7 +360,7 @@ class _Writer:
                 return texts[operand]
             if isinstance(operand, Ref) and operand.index >= 0:
                 return " * ".join(map(text, folded.steps[operand.index].operands))
-            return _scalar(operand) if isinstance(operand, Coefficient) else _operand(operand)
+            return scalar(operand) if isinstance(operand, Coefficient) else _operand(operand)
 
         step = folded.steps[index]
         operands = [text(x) for x in step.operands]
@@ -481,44 +383,19 @@ class _Writer:
         return f"{name}({', '.join(texts)})"
 
 
-def _scalar(coefficient: Coefficient, power: str = "scale_{}") -> str:
-    factors = [_literal(coefficient.number)] if coefficient.number != 1.0 or coefficient.is_number else []
-    if coefficient.power:
-        factors.insert(0, "scale" if coefficient.power == 1 else power.format(coefficient.power))
-    if coefficient.weights:
-        factors.append("weight")
-    return " * ".join(factors)
-
-
-def _powers(coefficients: tuple[Coefficient, ...]) -> list[str]:
-    """Lines that compute the powers of the scale that `_scalar` reads."""
-    highest = max((x.power for x in coefficients), default=0)
-    return [f"    scale_{n} = {'scale' if n == 2 else f'scale_{n - 1}'} * scale" for n in range(2, highest + 1)]
-
-
 def _operand(operand: Operand) -> str:
     if isinstance(operand, Ref):
         return "s" if operand.index < 0 else f"t{operand.index}"
-    return _literal(operand)
+    return literal(operand)
 
 
 def _output(operand: Operand | Coefficient, texts: dict[StepOperand, str] | None = None) -> str:
     """What a function returns; `texts` has names for steps and coefficients."""
     text = (texts or {}).get(operand)
     if text is None:
-        text = _scalar(operand) if isinstance(operand, Coefficient) else _operand(operand)
+        text = scalar(operand) if isinstance(operand, Coefficient) else _operand(operand)
     # A constant as a tile of the shape (and, in Gluon, of the layout) of `s`.
     return text if isinstance(operand, Ref) else f"tl.where(s == s, {text}, {text})"
-
-
-def _literal(number: float) -> str:
-    """The number as Triton reads it into a float32; outside float32's normal range it would make it a float64."""
-    value = float(number)
-    if math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max:
-        value = math.copysign(math.inf, value)
-    if not math.isfinite(value):
-        return f'float("{value}")'
-    return "0.0" if abs(value) < torch.finfo(torch.float32).tiny else repr(value)
 
 
 def _digest(keys: tuple[str, ...], precision: Precision, frontend: str) -> str:

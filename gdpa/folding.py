@@ -165,9 +165,9 @@ class Folded:
         return self.instructions, self.depth, len(self.scalars)
 
     @cached_property
-    def gated(self) -> bool:
-        """Whether it is h * tanh(u) + h, u = h * p(h * h): gelu and its like. h is the score, or the first step makes it, a multiple of the
-        score; the terms of p, a polynomial, do not cancel.
+    def gate(self) -> tuple[float, ...] | None:
+        """The coefficients of p, lowest first, where it is h * tanh(u) + h, u = h * p(h * h), for a scale of 1: gelu and its like. h is the
+        score, or the first step makes it, a multiple of the score; the terms of p, a polynomial, do not cancel.
 
         Then u changes by no more than a multiple of what the relative errors of its steps are, and so does f.
         """
@@ -176,28 +176,25 @@ class Folded:
         h, first = (Ref(0), 1) if whole else (SCORE, 0)
         steps = self.steps[first:]
         if len(steps) < 7 or len(steps) % 2 == 0 or steps[0] != Step("mul", (h, h)):
-            return False
+            return None
         square, inner = Ref(first), Ref(first)
         numbers: list[float] = []
         for product, total in zip(steps[1:-4:2], steps[2:-4:2], strict=True):
             # The first product is square's and a coefficient's, the others square's and the sum's before.
             factor = product.operands[-1] if not numbers else inner
             if product.operation != "mul" or set(product.operands) != {square, factor}:
-                return False
+                return None
             if total.operation != "add" or total.operands[0] != Ref(inner.index + 1):
-                return False
+                return None
             coefficients = total.operands[-1:] if numbers else (factor, total.operands[-1])
             if not all(isinstance(x, Coefficient) for x in coefficients):
-                return False
+                return None
             numbers += [x.number for x in coefficients if isinstance(x, Coefficient)]
             inner = Ref(inner.index + 2)
         last = inner.index
         ends = [("mul", {h, inner}), ("tanh", {Ref(last + 1)}), ("mul", {h, Ref(last + 2)}), ("add", {h, Ref(last + 3)})]
-        return (
-            [(step.operation, set(step.operands)) for step in steps[-4:]] == ends
-            and self.outputs == (Ref(last + 4),)
-            and _is_steady(numbers[::-1])
-        )
+        matches = [(step.operation, set(step.operands)) for step in steps[-4:]] == ends and self.outputs == (Ref(last + 4),)
+        return tuple(numbers[::-1]) if matches and _is_steady(numbers[::-1]) else None
 
 
 def _is_steady(coefficients: list[float]) -> bool:

@@ -53,6 +53,7 @@ HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
 LONG_SPILLS = {False: (0, 16), True: (1, 20)}
 LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared")
 LONG += ("hopper-64-four-shared", "hopper-64-four-fp16", "hopper-64-four-packed", "hopper-64-four-packed-fp16")
+LONG += ("hopper-64-four-gelu", "hopper-64-loop-of-four")
 LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}

@@ -356,17 +356,20 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("options", "packed"),
+    ("options", "exact"),
     [
-        ({"activation": "gelu"}, True),
-        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (8,), "k_lengths": (5, 300)}, True),
-        ({"activation": "gelu", "form": "shared-query", "q_lengths": (7,), "k_lengths": (5, 300)}, False),
-        ({"activation": "gelu", "q_lengths": (13, 2)}, False),
-        ({"activation": "silu"}, False),
-        ({"activation": "gelu", "head_dim": 64}, True),
-        ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500)}, False),
-        ({"activation": "gelu", "head_dim": 64, "form": "dense", "q_lengths": (256, 256), "k_lengths": (256,)}, True),
-        ({"activation": "gelu", "head_dim": 64, "form": "dense", "q_lengths": (512, 512), "k_lengths": (256,)}, False),
+        ({"activation": "gelu"}, 16),
+        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (8,), "k_lengths": (5, 300)}, 16),
+        ({"activation": "gelu", "form": "shared-query", "q_lengths": (7,), "k_lengths": (5, 300)}, None),
+        ({"activation": "gelu", "q_lengths": (13, 2)}, None),
+        ({"activation": "silu"}, None),
+        ({"activation": "gelu", "scale": 1e-9}, None),
+        ({"activation": "gelu", "scale": -1.0}, None),
+        ({"activation": "gelu", "head_dim": 64}, 16),
+        ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500), "k_lengths": (600, 500)}, 32),
+        ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500), "k_lengths": (192, 193), "form": "dense-key"}, None),
+        ({"activation": "gelu", "head_dim": 64, "form": "dense", "q_lengths": (256, 256), "k_lengths": (256,)}, 16),
+        ({"activation": "gelu", "head_dim": 64, "form": "dense", "q_lengths": (512, 512), "k_lengths": (256,)}, 16),
         (
             {
                 "activation": "gelu",
@@ -376,13 +379,13 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
                 "q_lengths": (512,),
                 "k_lengths": (256,),
             },
-            True,
+            32,
         ),
-        ({"activation": "gelu", "dtype": torch.float16}, True),
-        ({"activation": "gelu", "dtype": torch.float16, "k_lengths": (5, 122)}, False),
-        ({"activation": "gelu_tanh", "dtype": torch.float16}, True),
-        ({"activation": "silu", "dtype": torch.float16}, False),
-        ({"activation": ["gelu", "gelu", "gelu", "relu"]}, False),
+        ({"activation": "gelu", "dtype": torch.float16}, 32),
+        ({"activation": "gelu", "dtype": torch.float16, "k_lengths": (5, 122)}, None),
+        ({"activation": "gelu_tanh", "dtype": torch.float16}, 32),
+        ({"activation": "silu", "dtype": torch.float16}, None),
+        ({"activation": ["gelu", "gelu", "gelu", "relu"]}, None),
     ],
     ids=[
         "gelu",
@@ -390,8 +393,11 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "too few for each",
         "few rows",
         "silu",
+        "a small scale",
+        "a negative scale",
         "narrow",
-        "narrow, four consumers of packed sequences",
+        "narrow, three consumers",
+        "narrow, one loop of three consumers",
         "narrow, four consumers and one tile",
         "narrow, four consumers and two tiles",
         "narrow, fp16 and four consumers",
@@ -402,7 +408,7 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "heads that differ",
     ],
 )
-def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed, monkeypatch):
+def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, exact, monkeypatch):
     from gdpa.backends.hopper import launch, plan, plan_forward
     from gdpa.backends.hopper.forward import rounded
 
@@ -414,8 +420,12 @@ def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, packed, 
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
     functions = plan.functions_for(case.problem)
-    assert constants["activate"] is (functions.open_packed if packed else functions.scaled)
-    assert constants["finish"] is (functions.finish_packed if packed else rounded)
+    chosen = [constants[name] for name in ("activate", "finish", "activate_rest", "finish_rest")]
+    if exact is None:
+        assert chosen == [functions.scaled, rounded, functions.scaled, rounded]
+    else:
+        first, rest = functions.packed[exact], functions.packed[0]
+        assert chosen == [first.open, first.finish, rest.open, rest.finish]
 
 
 @needs_triton
@@ -426,7 +436,7 @@ def test_a_mask_parts_no_packed_pairs():
     from gdpa.tracing import device_functions
 
     steep = gdpa.Activation(lambda s: torch.nn.functional.gelu(s) * 1e6)
-    assert device_functions((steep.key,), precision="bfloat16", frontend="gluon").open_packed is not None
+    assert device_functions((steep.key,), precision="bfloat16", frontend="gluon").packed
     case = make_case(activation=steep, q_lengths=(130, 7), k_lengths=(5, 300), heads=4, head_dim=128, dtype=torch.bfloat16)
     q, k, v = case.inputs[:3]
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
@@ -466,7 +476,9 @@ class TestHowManyConsumersShareATile:
             ({"form": "dense", "k_lengths": (128,)}, 3),
             ({"form": "dense", "k_lengths": (128,), "activation": "silu"}, 4),
             ({"form": "dense", "k_lengths": (1024,)}, 4),
-            ({"form": "dense", "k_lengths": (1025,)}, 3),
+            ({"form": "dense", "k_lengths": (1025,)}, 4),
+            ({"form": "dense", "k_lengths": (1024,), "activation": "elu"}, 4),
+            ({"form": "dense", "k_lengths": (1025,), "activation": "elu"}, 3),
             ({"form": "shared-query", "q_lengths": (512,), "k_lengths": (5, 300)}, 4),
             ({"q_lengths": (1024, 0)}, 4),
             ({"q_lengths": (96, 96)}, 4),
@@ -494,12 +506,13 @@ class TestHowManyConsumersShareATile:
             ({"dtype": torch.float16, "activation": "silu"}, 4),
             ({"dtype": torch.float16, "activation": "gelu_tanh", "form": "dense", "q_lengths": (192, 192)}, 3),
             ({"dtype": torch.float16, "form": "dense", "q_lengths": (1024, 1024)}, 4),
-            ({"dtype": torch.float16, "form": "dense", "q_lengths": (1024, 1024), "k_lengths": (64,)}, 2),
-            # gelu, the base's, is a long one there, and of two consumers packed.
-            ({"dtype": torch.float16}, 2),
+            ({"dtype": torch.float16, "form": "dense", "q_lengths": (1024, 1024), "k_lengths": (64,)}, 3),
+            ({"dtype": torch.float16}, 4),
             ({"dtype": torch.float16, "k_lengths": (1025, 1025)}, 3),
-            ({"dtype": torch.float16, "k_lengths": (1024, 1025)}, 2),
-            ({"dtype": torch.float16, "k_lengths": (1025, 1025), "q_lengths": (511, 512)}, 2),
+            ({"dtype": torch.float16, "k_lengths": (5, 122)}, 3),
+            # A long one, with so few keys not packed.
+            ({"dtype": torch.float16, "k_lengths": (5, 122), "q_lengths": (511, 512)}, 2),
+            ({"dtype": torch.float16, "k_lengths": (1025, 1025), "q_lengths": (95, 96)}, 2),
             ({"activation": torch.log}, 2),
             ({"activation": ["gelu", "relu"]}, 2),
         ],
@@ -519,7 +532,8 @@ class TestHowManyConsumersShareATile:
     @pytest.mark.parametrize(
         ("options", "expected"),
         [
-            ({"form": "dense", "k_lengths": (129, 129)}, True),
+            ({"form": "dense", "k_lengths": (129, 129)}, False),  # of four, and so packed
+            ({"form": "dense", "k_lengths": (129, 129), "activation": "elu"}, True),
             ({"form": "dense", "k_lengths": (384, 384)}, True),
             ({"form": "dense", "k_lengths": (128, 128)}, False),
             ({"form": "dense", "k_lengths": (385, 385)}, False),
@@ -565,13 +579,13 @@ class TestHowManyConsumersShareATile:
         ]
 
     @pytest.mark.usefixtures("few_tiles_do")
-    def test_packed_scores_of_one_tile_are_another_kernel_than_those_of_several(self, launched):
+    def test_packed_scores_are_another_kernel_than_others(self, launched):
         """Alike in all else that a recipe depends on."""
         from gdpa.backends.hopper.forward import rounded
 
-        options = {"activation": "gelu", "heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
-        for rows in (200, 1024, 256, 1000):
-            call(make_case("dense", q_lengths=(rows,), **options))
+        options = {"q_lengths": (1024,), "activation": "gelu", "heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+        for scale in (0.125, -0.125, 0.25, -0.25):
+            call(make_case("dense", **options, scale=scale))
         assert [(how, rounded in arguments) for how, _, arguments in launched.calls] == [
             ("first", False),
             ("first", True),
@@ -588,7 +602,7 @@ class TestHowManyConsumersShareATile:
         def kind(form, rows):
             q, k, v, cu_q, cu_k = launch.example(form, 1024, rows, 4, 4, 64, 64, dtype)
             problem = launch.describe(q, k, v, cu_q, cu_k, None, None, (activation,), None, 1.0, (-1, -1), False)
-            forms = plan_forward.consumers(problem), plan_forward.has_one_loop(problem), plan_forward.is_packed(problem)
+            forms = plan_forward.consumers(problem), plan_forward.has_one_loop(problem), plan_forward.exact_columns(problem)
             return form, launch.precision_for(problem), *forms
 
         built = []

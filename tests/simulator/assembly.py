@@ -56,6 +56,16 @@ def _packed_operation(dtype: torch.dtype, function: Callable[..., Tensor]) -> Ca
     return lambda *operands: packed(function(*(halves(x, dtype).double() for x in operands)).float(), dtype)
 
 
+def _lop3(x: Tensor, y: Tensor, z: Tensor, table: Tensor) -> Tensor:
+    """Bit by bit what the table has for the bits of x, y and z, those of x the most significant of its index."""
+    result = torch.zeros_like(x)
+    for index in range(8):
+        if int(table.flatten()[0]) >> index & 1:
+            terms = [operand if index >> place & 1 else ~operand for place, operand in ((2, x), (1, y), (0, z))]
+            result |= terms[0] & terms[1] & terms[2]
+    return result
+
+
 def _pair(dtype: torch.dtype, largest: float | None) -> Callable[..., Tensor]:
     def convert(high: Tensor, low: Tensor) -> Tensor:
         pair = torch.stack([floats(low), floats(high)], -1)
@@ -67,6 +77,8 @@ def _pair(dtype: torch.dtype, largest: float | None) -> Callable[..., Tensor]:
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda x: x,
     "mov.f32": lambda x: x,
+    "or.b32": torch.bitwise_or,
+    "lop3.b32": _lop3,
     "tanh.approx.f32": _unary(torch.tanh),
     "ex2.approx.ftz.f32": _unary(torch.exp2),
     "ex2.approx.f32": _unary(torch.exp2),
@@ -90,6 +102,9 @@ for _name, _dtype in DTYPES.items():
     OPERATIONS[f"mul.rn.{_name}x2"] = _packed_operation(_dtype, torch.mul)
     OPERATIONS[f"add.rn.{_name}x2"] = _packed_operation(_dtype, torch.add)
     OPERATIONS[f"fma.rn.{_name}x2"] = _packed_operation(_dtype, lambda x, y, z: x * y + z)
+    OPERATIONS[f"fma.rn.relu.{_name}x2"] = _packed_operation(_dtype, lambda x, y, z: (x * y + z).clamp(min=0.0))
+    OPERATIONS[f"abs.{_name}x2"] = _packed_operation(_dtype, torch.abs)
+    OPERATIONS[f"neg.{_name}x2"] = _packed_operation(_dtype, torch.neg)
     OPERATIONS[f"tanh.approx.{_name}x2"] = _packed_operation(_dtype, torch.tanh)
 
 
@@ -136,8 +151,9 @@ def run(text: str, pack: int, inputs: list[Tensor], dtypes: list[torch.dtype]) -
         if operand in registers:
             return registers[operand]
         if operand.startswith("0f"):
-            return torch.full_like(example, int(operand[2:], 16) - ((int(operand[2:], 16) >> 31) << 32))
-        return torch.full_like(example, int(operand, 0))
+            operand = f"0x{operand[2:]}"
+        word = int(operand, 0)
+        return torch.full_like(example, word - (word >> 31 << 32) if word > 0 else word)
 
     for name, destination, operands in parse(text):
         registers[destination] = OPERATIONS[name](*map(value, operands))

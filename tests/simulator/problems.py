@@ -35,6 +35,7 @@ NOT_EVERYTHING = ((False, True, True), (True, False, True), (True, True, False),
 TURNS = 4  # of problems with the same options
 FEWEST = 2  # multiprocessors of the devices on which deterministic results are to be the same
 ALWAYS = {False: (1, 10**6), True: (0, 10**6)}  # numbers of keys, dense and packed
+NEVER = {False: (0, -1), True: (0, -1)}
 GARBAGE = (-5, 3, 2**31 - 1, -(2**31), 100, 1)
 
 
@@ -112,8 +113,7 @@ def plans(draw: random.Random) -> Iterator[dict[str, Any]]:
     if draw.random() < 0.7:
         changes[plan_forward] = {
             "fastest": Always(draw.choice((2, 3, 4))),
-            "MOST_PACKED_ROWS_OF_FOUR": draw.choice((256, 10**6)),
-            "KEYS_FOR_ONE_LOOP": draw.choice(({3: ALWAYS, 4: ALWAYS}, plan_forward.KEYS_FOR_ONE_LOOP)),
+            "KEYS_FOR_ONE_LOOP": draw.choice(({3: ALWAYS, 4: ALWAYS}, {3: NEVER, 4: NEVER}, plan_forward.KEYS_FOR_ONE_LOOP)),
         }
         changes[plan_backward] = {
             "MOST_KEYS_THROUGH_DQ": draw.choice((256, 512)),

@@ -42,8 +42,9 @@ A second masked step and a loop without was tried: the compiler then has no regi
 and 2048 rows took as long as with a mask in every step.
 
 S and O are fp32. `activate` makes an fp32 tile of S, and `finish` P of that, in the inputs' dtype: it rounds, or takes the last step of
-packed activations. P may leave a factor out that all of it shares, `factor`, which O is multiplied with in fp32. EARLY keeps the assembler
-from moving `activate` behind the wait for the product that runs meanwhile (pipeline.divide).
+packed activations. Few keys ask for more exact ones, so a tile's first block may have another `activate` and `finish` than the rest; in
+one loop they are the same. P may leave a factor out that all of it shares, `factor`, which O is multiplied with in fp32. EARLY keeps the
+assembler from moving `activate` behind the wait for the product that runs meanwhile (pipeline.divide).
 """
 
 from triton.experimental import gluon
@@ -290,9 +291,10 @@ def store_tile(accumulator, factor, empty, staging, o_desc, end, row, column):
 def consumer(
     o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, left, right,
     scale, out_scale,
-    activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, STRIDE_O: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr,
-    MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, ONE_LOOP: gl.constexpr, WHICH: gl.constexpr,
+    activate: gl.constexpr, finish: gl.constexpr, activate_rest: gl.constexpr, finish_rest: gl.constexpr, factor: gl.constexpr,
+    HEADS: gl.constexpr, STRIDE_O: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr,
+    SCALE_PER_SEQUENCE: gl.constexpr, EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr,
+    ONE_LOOP: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(not ONE_LOOP or WINDOW == NO_WINDOW)  # RIGHT masks the first step alone
     ALL: gl.constexpr = all_threads(CONSUMERS)
@@ -375,7 +377,7 @@ def consumer(
                 p, accumulator = step(
                     q, p, accumulator, adds, keys, values, stage, phase, keys_left - before, from_key - before, to_key - before,
                     shared, following, scale, head,
-                    activate, finish, BLOCK_N, EARLY, MASK_TAIL, BOTH if WINDOW == BOTH else NO_WINDOW, WHICH, CONSUMERS,
+                    activate_rest, finish_rest, BLOCK_N, EARLY, MASK_TAIL, BOTH if WINDOW == BOTH else NO_WINDOW, WHICH, CONSUMERS,
                 )  # fmt: skip
                 if ONE_LOOP and pending & (block == 0):
                     store_tile(accumulator, last_factor, last_empty, out, o_desc, last_end, last_row, last_column)
@@ -422,7 +424,8 @@ def consumer(
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks, left, right, scale, out_scale,
-    activate: gl.constexpr, finish: gl.constexpr, factor: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    activate: gl.constexpr, finish: gl.constexpr, activate_rest: gl.constexpr, finish_rest: gl.constexpr, factor: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr,
     STRIDE_Q: gl.constexpr, STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, STRIDE_O: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, HAS_LIST: gl.constexpr, Q_SHARED: gl.constexpr, SCALE_PER_SEQUENCE: gl.constexpr,
     EARLY: gl.constexpr, MASK_TAIL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, ONE_LOOP: gl.constexpr,
@@ -445,8 +448,8 @@ def forward_kernel(
         [
             (consumer, (
                 o_desc, queries, empty, keys, values, staging, records_ptr, out_scale_ptr, tiles, q_rows, k_rows, q_blocks,
-                left, right, scale, out_scale, activate, finish, factor, HEADS, STRIDE_O, BLOCK_N, D, HAS_LIST, SCALE_PER_SEQUENCE,
-                EARLY, MASK_TAIL, WINDOW, CONSUMERS, ONE_LOOP, which,
+                left, right, scale, out_scale, activate, finish, activate_rest, finish_rest, factor, HEADS, STRIDE_O, BLOCK_N, D,
+                HAS_LIST, SCALE_PER_SEQUENCE, EARLY, MASK_TAIL, WINDOW, CONSUMERS, ONE_LOOP, which,
             )) if which < CONSUMERS else
             (producer, (
                 q_desc, k_desc, v_desc, queries, empty, keys, values, records_ptr, tiles, q_rows, k_rows, q_blocks, left, right,

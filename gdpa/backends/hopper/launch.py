@@ -31,13 +31,12 @@ from gdpa.backends.hopper.forward import UNBOUNDED, forward_kernel, rounded
 from gdpa.backends.hopper.plan import MANY_KEYS, functions_for, needs_mask, precision_for, same_offsets
 from gdpa.backends.hopper.plan_forward import (
     CONSUMER_ROWS,
-    KEYS_FOR_THREE_NOT_PACKED,
     ROWS_FOR_THREE,
     block_keys,
     consumers,
+    exact_columns,
     has_one_loop,
     is_early,
-    is_packed,
     tile_rows,
     way_of_window,
 )
@@ -226,7 +225,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         v.stride()[-3:],
         out_scale is None,
         consumers(problem),
-        is_packed(problem),
+        exact_columns(problem),
         has_one_loop(problem),
         way_of_window(problem, same),
     )
@@ -275,10 +274,12 @@ def _constants(
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     functions = functions_for(problem)
-    packed = is_packed(problem)
+    exact = exact_columns(problem)
     return {
-        "activate": functions.open_packed if packed else functions.scaled,
-        "finish": functions.finish_packed if packed else rounded,
+        "activate": functions.scaled if exact is None else functions.packed[exact].open,
+        "finish": rounded if exact is None else functions.packed[exact].finish,
+        "activate_rest": functions.scaled if exact is None else functions.packed[0].open,
+        "finish_rest": rounded if exact is None else functions.packed[0].finish,
         "factor": functions.factor,
         "HEADS": problem.heads,
         "GROUP": problem.group,
@@ -327,7 +328,7 @@ def precompile(
     """Build the kernel into Triton's cache, in every form and for short and long sequences, or causal and windowed; a line for each."""
     lines = []
     # Of each kind: few keys; two consumers, three and four, with one loop or not, packed or not.
-    lengths = (64, 128, 192, 384, ROWS_FOR_THREE, 576, 1024, KEYS_FOR_THREE_NOT_PACKED) if head_dim == 64 else (256,)
+    lengths = (64, 128, 192, 384, ROWS_FOR_THREE, 576, 1024, 2048) if head_dim == 64 else (256,)
     sizes = [(rows, (-1, -1)) for rows in (*lengths, MANY_KEYS - 1)]
     for form in ("packed", "dense", "dense-keys", "shared-queries"):
         built = set()

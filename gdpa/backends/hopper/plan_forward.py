@@ -16,7 +16,7 @@ from gdpa.backends.hopper.plan import (
     precision_for,
     queries_of_a_sequence,
 )
-from gdpa.device_source import FEWEST_PACKED_ROWS
+from gdpa.packing import FEWEST_PACKED_ROWS, PACKED_SCALES
 from gdpa.problem import Problem
 
 CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
@@ -43,14 +43,15 @@ BLOCK_N = 128  # keys of a block, but with four consumers
 #   packed, to 1024, 256 keys   0.621  0.606           0.570  0.536
 #
 # So four pay where their tiles of 256 rows and 64 keys hold less that is not there than three's of 192 and 128, and more so where keys are
-# few. Packed queries leave a tile's last consumers without rows; there they pay where keys are packed as well, and not many.
+# few. Packed queries leave a tile's last consumers without rows; there they pay where keys are packed as well, and not many. These
+# gelu_tanh's are of before its scores were packed with three and four.
 FEW_KEYS = 320
 # What is computed with three, over what is computed with four, from which on there are four: where keys are few, and else.
 LEAST_GAIN_OF_FOUR = {True: 0.9, False: 1.05}
 MOST_AVERAGE_KEYS_FOR_FOUR = 384  # packed
 LEAST_TILES_FOR_FOUR = 132  # an H200's multiprocessors: large tiles of a small batch would leave some without any
-# Activations of so many instructions have the code of four consumers' steps in the way: 2048 rows with 128 keys had 0.753 with three in
-# results/h200-forward-64.json, and 0.555 with four ("forward at D = 64 at b952885" in results/experiments/h200.json).
+# Activations of so many instructions have the code of four consumers' steps in the way, if they are not packed: 2048 rows with 128 keys
+# had 0.753 with three, and 0.555 with four ("forward at D = 64 at b952885" in results/experiments/h200.json).
 LONG_ACTIVATION = 8
 KEYS_FOR_FOUR_IF_LONG = (129, 1024)
 # Two -> three, by which those that are not for four were decided. Packed sequences of fewer than 100 rows on average were not timed.
@@ -69,15 +70,28 @@ LEAST_AVERAGE_FOR_THREE = 96  # of packed sequences
 # code than gelu's, three copies of it, warps are likely to wait for instructions where tiles are short.
 MOST_INSTRUCTIONS_FOR_THREE = 11
 ROWS_FOR_THREE = 512
-# gelu in fp16 is such a one, but packed with two and with four. In fp16 two, three and four had:
+# In fp16 SiLU, two, three and four consumers: 1024 rows 0.674, 0.673, 0.736, with 256 keys 0.552, 0.555, 0.641, packed, lengths to 512
+# 0.478, 0.464, 0.544.
 #
-#                               SiLU                   gelu_tanh              gelu
-#   1024 rows                   0.674  0.673  0.736    0.551  0.552  0.601    0.479  0.460  0.515
-#   1024 rows, 256 keys         0.552  0.555  0.641    0.497  0.496  0.551    0.404  0.302  0.479
-#   packed, lengths to 512      0.478  0.464  0.544
+# gelus have as many as shorter activations since their scores are packed with any number (gdpa/packing.py); what they had before, and then,
+# every block with columns in fp32:
 #
-# and, in another run, two and three with 2048 rows 0.728, 0.792, 0.576, 0.621, 0.462, 0.508.
-KEYS_FOR_THREE_NOT_PACKED = 1025
+#                               gelu_tanh              gelu in fp16
+#   256 rows                    0.750 -> 0.780         0.607 -> 0.648
+#   384 rows                    0.607 -> 0.609         0.471 -> 0.572
+#   512 rows                    0.583 -> 0.647
+#   640 rows                    0.615 -> 0.655
+#   768 rows                    0.647 -> 0.700
+#   1024 rows                   0.615 -> 0.725         0.516 -> 0.590
+#   2048 rows                   0.679 -> 0.711         0.515 -> 0.626
+#   1024 rows, 256 keys         0.548 -> 0.595
+#   2048 rows, 128 keys         0.713 -> 0.744         0.539 -> 0.652
+#   packed, lengths to 200      0.605 -> 0.608
+#   packed, to 512              0.459 -> 0.493         0.344 -> 0.457
+#   packed, to 1024             0.531 -> 0.575
+#   packed, to 2048             0.613 -> 0.653         0.444 -> 0.579
+#   packed, to 1024, 256 keys   0.548 -> 0.547         0.402 -> 0.394
+#   packed, to 2048, 128 keys   0.735 -> 0.763
 
 
 def consumers(problem: Problem) -> int:
@@ -93,13 +107,10 @@ def consumers(problem: Problem) -> int:
 
 def fastest(problem: Problem) -> int:
     """Of the numbers of consumers that a problem may have, the fastest."""
-    rows, keys = queries_of_a_sequence(problem), keys_of_a_sequence(problem)
+    rows = queries_of_a_sequence(problem)
     length = instructions(problem.activations[0], precision_for(problem))
-    packs = problem.dtype == torch.float16 and functions_for(problem).open_packed is not None
-    if length is None or length > MOST_INSTRUCTIONS_FOR_THREE:
-        if packs and problem.query_side != "packed" and four_gain(problem, True):
-            return 4
-        return 3 if rows >= ROWS_FOR_THREE and not (packs and keys < KEYS_FOR_THREE_NOT_PACKED) else 2
+    if length is None or (length > MOST_INSTRUCTIONS_FOR_THREE and not can_pack(problem)):
+        return 3 if rows >= ROWS_FOR_THREE else 2
     if four_gain(problem, length >= LONG_ACTIVATION):
         return 4
     if problem.query_side == "packed":
@@ -112,7 +123,8 @@ def four_gain(problem: Problem, long: bool) -> bool:
     rows, keys = queries_of_a_sequence(problem), keys_of_a_sequence(problem)
     if problem.batch * problem.heads * -(-rows // (4 * CONSUMER_ROWS)) < LEAST_TILES_FOR_FOUR:
         return False
-    if long and not KEYS_FOR_FOUR_IF_LONG[0] <= keys <= KEYS_FOR_FOUR_IF_LONG[1]:
+    least, most = KEYS_FOR_FOUR_IF_LONG
+    if long and (keys < least or (keys > most and not can_pack(problem))):
         return False
     if problem.query_side == "packed":
         return problem.key_side == "packed" and rows >= LEAST_AVERAGE_FOR_THREE and keys <= MOST_AVERAGE_KEYS_FOR_FOUR
@@ -137,7 +149,7 @@ def block_keys(problem: Problem) -> int:
 
 # Where a tile has two or three blocks of keys, a consumer is in its first step, which is code of its own, half or a third of the time:
 # three have 71 KB with gelu, most of it steps, and warps seem to wait for instructions, as they do in the backward (docs/design.md). In one
-# loop for all steps they have 52. Apart -> in one:
+# loop for all steps they have 52. Apart -> in one, none of it packed:
 #
 #                                     gelu_tanh          SiLU, whose steps are shorter
 #   three, 128 keys                   0.680 -> 0.661
@@ -160,32 +172,35 @@ def block_keys(problem: Problem) -> int:
 KEYS_FOR_ONE_LOOP = {3: {False: (129, 384), True: (64, 255)}, 4: {False: (129, 640), True: (0, -1)}}  # dense, and packed on average
 
 
-def has_one_loop(problem: Problem) -> bool:
-    """Whether a tile's first step is one of its loop's."""
+def suits_one_loop(problem: Problem) -> bool:
+    """Whether a tile's steps, if they are not packed, are better one loop."""
     count = consumers(problem)
     length = instructions(problem.activations[0], precision_for(problem)) if count in KEYS_FOR_ONE_LOOP else None
     if length is None:
         return False
     least, most = KEYS_FOR_ONE_LOOP[count][problem.key_side == "packed"]
-    few = least <= keys_of_a_sequence(problem) <= most
-    return few and LONG_ACTIVATION <= length <= MOST_INSTRUCTIONS_FOR_THREE and not is_packed(problem)
+    return least <= keys_of_a_sequence(problem) <= most and LONG_ACTIVATION <= length <= MOST_INSTRUCTIONS_FOR_THREE
 
 
-# Of four consumers' scores, those in bfloat16 are packed where a sequence is one tile. fp32 -> packed, gelu_tanh: 192 rows 0.838 -> 0.872,
-# 256 rows 0.696 -> 0.722, 320 rows 0.533 -> 0.534, 512 rows 0.611 -> 0.604, 1024 rows 0.641 -> 0.612, with 256 keys 0.574 -> 0.563. In
-# fp16, whose fp32 form is longer: 1024 rows 0.547 -> 0.601, with 256 keys 0.517 -> 0.551, gelu 0.489 -> 0.515, 0.443 -> 0.479.
-MOST_PACKED_ROWS_OF_FOUR = 256
+def has_one_loop(problem: Problem) -> bool:
+    """Whether a tile's first step is one of its loop's."""
+    return suits_one_loop(problem) and exact_columns(problem) is None
 
 
-def is_packed(problem: Problem) -> bool:
-    """Whether most of a block's scores are activated two at a time, in 16 bits, where the activation can be.
+def exact_columns(problem: Problem) -> int | None:
+    """Of a tile's first block of keys, those whose scores are activated one by one in fp32, where the others', and all of later blocks, are
+    two at a time in 16 bits (gdpa/packing.py). None where all are one by one: a mask would part the pairs."""
+    if not can_pack(problem) or needs_mask(problem) or problem.masked or not has_many_rows(problem):
+        return None
+    if consumers(problem) == 3 and suits_one_loop(problem):
+        return None
+    return 32 if problem.dtype == torch.float16 or consumers(problem) == 3 else 16
 
-    A mask would part the pairs. With three consumers and long sequences they are no faster; short ones were not timed. gelu_tanh without
-    and with: two consumers, 256 rows 0.627 and 0.666; three, 1024 rows 0.598 and 0.593, 2048 rows 0.682 and 0.667."""
-    if functions_for(problem).open_packed is None or needs_mask(problem) or problem.masked or not has_many_rows(problem):
-        return False
-    one_tile = problem.query_side != "packed" and problem.query_rows <= MOST_PACKED_ROWS_OF_FOUR
-    return {2: True, 3: False, 4: problem.dtype == torch.float16 or one_tile}[consumers(problem)]
+
+def can_pack(problem: Problem) -> bool:
+    """Whether the activation has such a form."""
+    small, large = PACKED_SCALES
+    return bool(functions_for(problem).packed) and small <= problem.scale <= large
 
 
 def has_many_rows(problem: Problem) -> bool:
