@@ -21,7 +21,7 @@ from gdpa.lowering import Precision
 from gdpa.writing import powers, scalar
 
 # Rows of a call, heads counted, that should share the budget for it to have packed scores (docs/numerics.md).
-FEWEST_PACKED_ROWS = 64
+FEWEST_PACKED_ROWS = 128
 # The scales whose powers, up to that of the complement's last coefficient, are numbers of float32 and bfloat16.
 PACKED_SCALES = (1e-8, 1e8)
 
@@ -70,7 +70,7 @@ FLAVOURS: dict[Precision, Flavour] = {
         limit="",
         ways={0: _IN_TURN, 16: _IN_TURN, 32: ("complement",)},
         degree=4,
-        largest_error=2.0**-9,
+        largest_error=1.2e-3,
     ),
     "float16_sm90_many": Flavour(
         pair="f16x2",
@@ -80,7 +80,7 @@ FLAVOURS: dict[Precision, Flavour] = {
         limit=".satfinite",
         ways={0: ("complement",), 32: ("complement",)},
         degree=5,
-        largest_error=2.0**-10,
+        largest_error=3e-4,
     ),
 }
 

@@ -359,9 +359,9 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
     ("options", "exact"),
     [
         ({"activation": "gelu"}, 16),
-        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (8,), "k_lengths": (5, 300)}, 16),
-        ({"activation": "gelu", "form": "shared-query", "q_lengths": (7,), "k_lengths": (5, 300)}, None),
-        ({"activation": "gelu", "q_lengths": (13, 2)}, None),
+        ({"activation": "gelu_tanh", "form": "shared-query", "q_lengths": (16,), "k_lengths": (5, 300)}, 16),
+        ({"activation": "gelu", "form": "shared-query", "q_lengths": (15,), "k_lengths": (5, 300)}, None),
+        ({"activation": "gelu", "q_lengths": (29, 2)}, None),
         ({"activation": "silu"}, None),
         ({"activation": "gelu", "scale": 1e-9}, None),
         ({"activation": "gelu", "scale": -1.0}, None),

@@ -145,7 +145,7 @@ def test_scores_far_out(name, precision, exact):
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0], ids=["values around 0", "values around 1"])
-@pytest.mark.parametrize("spread", [0.1, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("spread", [0.03, 0.1, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("precision", "exact", "block"),
@@ -162,8 +162,8 @@ def test_problems_of_some_rows_stay_inside_the_budget(precision, exact, block, n
     generator = torch.Generator().manual_seed(3)
     first, rest = Packed(name, precision, exact), Packed(name, precision)
     rows = FEWEST_PACKED_ROWS // 2
-    for keys in (1, 7, 15, 16, 17, 18, 24, 33, 65, 128, 300):
-        count = 200 if keys < 65 else 40
+    for keys in (1, 7, 15, 16, 17, 18, 24, 33, 65, 128, 300, 1000):
+        count = 200 if keys < 65 else 40 if keys < 1000 else 10
         x = torch.randn(count, rows, keys, generator=generator, dtype=torch.float64) * spread
         s = (x / SCALE).float().double()
         v = rest.rounded(torch.randn(count, keys, D, generator=generator) * (0.1 if mean else 1.0) + mean)
@@ -183,7 +183,7 @@ def test_problems_of_some_rows_stay_inside_the_budget(precision, exact, block, n
             relative / (2 * relative_best.clamp(min=rest.eps / math.sqrt(12.0))),
             largest / (2 * largest_best + rest.eps * peak),
         )
-        assert max(share.max().item() for share in shares) < 0.9, (rows, keys, [share.max() for share in shares])
+        assert max(share.max().item() for share in shares) < 0.95, (rows, keys, [share.max() for share in shares])
 
 
 @EACH_WAY
@@ -196,26 +196,26 @@ def test_whole_slices_of_a_product_are_exact(precision, exact):
 
 class TestWhatAGateLacksOfOne:
     @EACH
-    @pytest.mark.parametrize("slope", [0.5, 0.7978845608028654, 3.0])
+    @pytest.mark.parametrize("slope", [0.01, 0.7978845608028654, 3.0])
     def test_the_square_of_a_polynomial_is_near_it(self, slope, precision):
-        """For gates like gelu's, of any width."""
+        """For gates like gelu's, of any width; relatively where it is small, as sums over many keys ask for."""
         flavour = FLAVOURS[precision]
-        odd = (slope, 0.044715 * slope**3 * (math.pi / 2))
+        odd = (slope, 0.0702 * slope**3)
         root = roots(odd, flavour.degree, flavour.largest_error)
         assert root is not None
         assert len(root) == flavour.degree
-        a = torch.linspace(0, 60 / slope, 10001, dtype=torch.float64)
+        a = torch.linspace(0, 60 / slope, 60001, dtype=torch.float64)
         q = (1 + sum(k * a**i for i, k in enumerate(root, start=1))).clamp(min=0)
         gate = torch.tanh(a * (odd[0] + odd[1] * a**2))
-        assert (a * (q**2 - (1 - gate)) / 2).abs().max() < flavour.largest_error / slope
-        # Relatively where it is small, as the sums over many keys ask for.
-        near = (a * slope > 0.1) & (a * slope < 1)
-        assert ((1 - q**2) / gate - 1)[near].abs().max() < 2 * flavour.largest_error
+        assert not q[a * slope > 10].any()
+        assert (a * (q**2 - (1 - gate)) / 2).abs().max() < 5 * flavour.largest_error / slope
+        small = (a > 0) & (a * slope < 1)
+        assert ((1 - q**2) / gate - 1)[small].abs().max() < 3 * flavour.largest_error
 
     @pytest.mark.parametrize("odd", [(0.5,), (2.0,), (-0.8, 0.04), (0.0, 1.0)])
-    def test_gates_that_are_not_are_refused(self, odd):
-        """silu's, whose tail is longer, among them; falling ones are no gates."""
-        assert roots(odd, 4, 2.0**-9) is None
+    def test_gates_that_have_no_such_polynomial(self, odd):
+        """silu's, which have longer tails, among them; what does not grow at 0 is no gate."""
+        assert roots(odd, 4, 1.2e-3) is None
 
     def test_a_gate_without_one_keeps_its_tanh(self):
         swish = Activation(lambda s: s * torch.tanh(s * (0.5 + 0.0001 * s * s)) + s)
