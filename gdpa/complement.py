@@ -28,13 +28,14 @@ _WEIGHTS = np.exp(-(_SCORES**2) / 2)
 
 
 def roots(odd: Sequence[float], degree: int, largest_error: float) -> tuple[float, ...] | None:
-    """q1, q2 and so on for u(h) = h (odd[0] + odd[1] h^2 + ...). None where that of f or of h tanh would be more than `largest_error`, as
-    `_error` has it."""
+    """q1, q2 and so on for u(h) = h (odd[0] + odd[1] h^2 + ...). None where f would err by more than `largest_error`, as `_error` has
+    it."""
     if not odd[0] > 0.0:
         return None
     found = [_fit(odd, degree, slope, _where(odd, end)) for slope, end in product(_SLOPES, _ENDS)]
-    error, best = min((_error(q, odd), tuple(map(float, q))) for q in found)
-    return best if error <= largest_error else None
+    error, best = min((_error(q, odd), tuple(q)) for q in found)
+    # Rounded, so that all machines generate the same code, whatever order their libraries add in.
+    return tuple(float(f"{x:.7g}") for x in best) if error <= largest_error else None
 
 
 def _gate(odd: Sequence[float], a: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ from gdpa.folding import ONE, WEIGHT, Coefficient, Folded, StepOperand, fold
 from gdpa.graph import Graph, Operand, Ref, Statement, formulas
 from gdpa.lifting import lift
 from gdpa.lowering import Precision
-from gdpa.packing import FLAVOURS, packed_functions
+from gdpa.packing import FLAVOURS, Form, packed_functions
 from gdpa.spelling import WITH_TANH, spelled
 from gdpa.writing import literal, powers, scalar
 
@@ -75,8 +75,7 @@ class DeviceFunctions:
         weighted_factor: `weighted_factor(scale, head) -> c`, of that g.
         weighted_instructions: how many `weighted_pair` has for a score, of one activation in bfloat16 or in float16 on sm_90; None
             elsewhere, and where one of its steps is a call of several.
-        packed: the same f by pairs of scores, by the number of a tile's columns, the first ones, that are computed one by one. Empty
-            where heads differ or the activation has no such form. Needs sm_90.
+        packed: the same f by pairs of scores, in every form. Empty where heads differ or the activation is not made for that. Needs sm_90.
         source: the text of the generated module.
         path: the file it was written to.
     """
@@ -91,7 +90,7 @@ class DeviceFunctions:
     weighted_pair: Any
     weighted_factor: Any
     weighted_instructions: int | None
-    packed: dict[int, PackedFunctions]
+    packed: dict[Form, PackedFunctions]
     source: str
     path: Path
 
@@ -138,8 +137,8 @@ def _load(keys: tuple[str, ...], precision: Precision, frontend: str, interprete
         weighted_factor=module.weighted_factor,
         weighted_instructions=module.WEIGHTED_INSTRUCTIONS,
         packed={
-            exact: PackedFunctions(getattr(module, f"open_packed_{exact}"), getattr(module, f"finish_packed_{exact}"))
-            for exact in (FLAVOURS[precision].ways if hasattr(module, "open_packed_0") else ())
+            form: PackedFunctions(getattr(module, f"open_packed_{form.name}"), getattr(module, f"finish_packed_{form.name}"))
+            for form in (FLAVOURS[precision].forms if hasattr(module, "both") else ())
         },
         source=source,
         path=path,
@@ -178,10 +177,8 @@ def generate(keys: tuple[str, ...], *, precision: Precision = "float32", fronten
         ]
         if packed is not None:
             functions += packed
-            dispatch += [
-                f"@jit\ndef open_packed_{n}(s, scale, head):\n    return opened_value_0_{n}(s, scale)"
-                for n in FLAVOURS[precision].ways
-            ]
+            names = [form.name for form in FLAVOURS[precision].forms]
+            dispatch += [f"@jit\ndef open_packed_{x}(s, scale, head):\n    return opened_value_0_{x}(s, scale)" for x in names]
     else:
         dispatch += _UNFOLDED
     counted = writer.weighted_instructions if precision in WITH_TANH and len(distinct) == 1 else None

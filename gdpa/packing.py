@@ -3,8 +3,7 @@
     f(h) = h T + h, but for a factor        T = tanh(u(h)), u odd
 
 P is rounded to 16 bits anyway, and an instruction for pairs computes two scores. A kernel calls `open_packed` on a tile of scores and
-`finish_packed`, the last step, on what it made of them. There are two ways to T. They may alternate in a tile, since they ask for different
-units of the machine:
+`finish_packed`, the last step, on what it made of them. There are two ways to T:
 
     tanh          two uses of the special-function unit, and u
     complement    multiplications alone (gdpa/complement.py)
@@ -13,6 +12,7 @@ units of the machine:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gdpa.complement import roots
 from gdpa.folding import Coefficient, Folded, StepOperand
@@ -22,11 +22,31 @@ from gdpa.writing import powers, scalar
 
 # Rows of a call, heads counted, that should share the budget for it to have packed scores (docs/numerics.md).
 FEWEST_PACKED_ROWS = 128
-# The scales whose powers, up to that of the complement's last coefficient, are numbers of float32 and bfloat16.
-PACKED_SCALES = (1e-8, 1e8)
+# The scales whose powers, up to that of the complement's last coefficient, leave constants room in float32 and bfloat16.
+PACKED_SCALES = (1e-6, 1e6)
 
 
-_IN_TURN = ("tanh", "complement", "complement", "tanh")
+class Form(NamedTuple):
+    """Attributes:
+    exact: how many of a tile's columns, the first ones, are computed in float32. Packed scores are rounded to 16 bits before the activation
+        and P once more after it: sums over many keys stay well inside the error budget, single ones do not. So the first columns of a
+        sequence are exact: sequences of so few keys have no packed ones, and those of some more have a share of exact ones. A multiple of
+        16, the keys of one product instruction; later blocks of keys have none.
+    in_turn: whether every other pair goes by tanh, so that a step waits neither for the special-function unit nor for instructions
+        (docs/design.md has what each gave); else all are complements.
+    """
+
+    exact: int
+    in_turn: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.exact}_in_turn" if self.in_turn else str(self.exact)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """To T, of neighbouring pairs. Four pairs of a thread are of two rows and 16 columns: both ways are in each row and each column."""
+        return ("tanh", "complement", "complement", "tanh") if self.in_turn else ("complement",)
 
 
 @dataclass(frozen=True)
@@ -39,9 +59,13 @@ class Flavour:
         round: rounds a float32.
         widen: makes a float32, `first`, of one, `half`.
         limit: keeps scores finite that are past float16's range: beside an exact tanh they stay so.
-        ways: to T, of neighbouring pairs in turn, by the number of columns, the first ones, that are computed in float32.
+        forms: those there are. float16 wants 32 exact columns, and has none in turn: signs are free there, so that the complement has
+            fewer instructions as well.
+        free_signs: whether instructions take |x| and -x for x, and a product within 0 and 1, at no cost.
         degree: of the complement's root.
-        largest_error: of the complement, relative.
+        largest_error: of the complement, as `roots` has it.
+        constants: the least and the largest constant. Beyond them float16 has not the numbers, and bfloat16 not their products with powers
+            of PACKED_SCALES.
     """
 
     pair: str
@@ -49,18 +73,17 @@ class Flavour:
     round: str
     widen: str
     limit: str
-    ways: dict[int, tuple[str, ...]]
+    forms: tuple[Form, ...]
+    free_signs: bool
     degree: int
     largest_error: float
+    constants: tuple[float, float]
+
+    def has(self, *constants: float) -> bool:
+        least, largest = self.constants
+        return all(least <= abs(x) <= largest for x in constants)
 
 
-# Packed scores are rounded to 16 bits before the activation and P once more after it: sums over many keys stay well inside the error
-# budget, single ones do not. So the first columns of a sequence are computed in float32: sequences of so few keys have no packed ones, and
-# those of some more have a share of exact ones. Multiples of 16, the keys of one product instruction. float16 wants 32.
-#
-# In bfloat16 the two ways alternate, so that a step waits neither for the special-function unit nor for instructions (docs/design.md has
-# what each gave). Three consumers of the hopper forward have registers for it beside exact columns only with one way, and with 32 of
-# those. In float16 the complement has fewer instructions as well: signs there are free.
 FLAVOURS: dict[Precision, Flavour] = {
     "bfloat16": Flavour(
         pair="bf16x2",
@@ -68,9 +91,11 @@ FLAVOURS: dict[Precision, Flavour] = {
         round="cvt.rn.bf16.f32",
         widen="mov.b32 first, {0, half}",
         limit="",
-        ways={0: _IN_TURN, 16: _IN_TURN, 32: ("complement",)},
+        forms=(Form(0, True), Form(16, True), Form(32, False)),
+        free_signs=False,
         degree=4,
         largest_error=1.2e-3,
+        constants=(1e-12, 1e12),
     ),
     "float16_sm90_many": Flavour(
         pair="f16x2",
@@ -78,9 +103,11 @@ FLAVOURS: dict[Precision, Flavour] = {
         round="cvt.rn.f16.f32",
         widen="cvt.f32.f16 first, half",
         limit=".satfinite",
-        ways={0: ("complement",), 32: ("complement",)},
+        forms=(Form(0, False), Form(32, False)),
+        free_signs=True,
         degree=5,
         largest_error=3e-4,
+        constants=(1e-4, 6e4),
     ),
 }
 
@@ -111,13 +138,13 @@ def exact_columns_{exact}(x):
 """.strip()
 _FINISH = '''
 @jit
-def finish_packed_{exact}(x, DTYPE: tl.constexpr):
-    """The last step of what `open_packed_{exact}` left in two neighbours; exact columns, the first {exact}, are rounded."""
+def finish_packed_{name}(x, DTYPE: tl.constexpr):
+    """The last step of what `open_packed_{name}` left in two neighbours; exact columns, the first {exact}, are rounded."""
     tl.static_assert(DTYPE == tl.{dtype})
     g = tl.inline_asm_elementwise(
         """
         {{
-        .reg .b32 s, t;
+        .reg .b32 s, t, a;
         mov.b32 s, $1;
         mov.b32 t, $2;
         {last}
@@ -147,48 +174,46 @@ class _Assembly:
 
 
 def packed_functions(folded: Folded, precision: Precision, frontend: str, number: int) -> list[str] | None:
-    """The texts of `both`, `opened_value_<number>_<exact>` and what goes with it, for an f that `fold` made; None where it has not the
-    form."""
-    odd = folded.gate
-    if odd is None:
-        return None
+    """The texts of `both`, of `opened_value_<number>_<name>` for every form, and of what goes with them, for an f that `fold` made; None
+    where it is no such f."""
     flavour = FLAVOURS[precision]
+    odd = folded.gate
+    if odd is None or not flavour.has(*odd):
+        return None
     root = roots(odd, flavour.degree, flavour.largest_error)
+    if root is not None and not flavour.has(*root):
+        root = None
     words = {"pair": flavour.pair, "dtype": flavour.dtype, "round": flavour.round, "widen": flavour.widen}
+    last = f"fma.rn.{flavour.pair} $0, s, t, s;"
+    if flavour.free_signs and root is not None:  # t is |T|
+        last = f"abs.{flavour.pair} a, s;\n        fma.rn.{flavour.pair} $0, a, t, s;"
     texts = [_BOTH.format(**words)]
-    for exact, ways in flavour.ways.items():
-        chosen = ways if root is not None else ("tanh",)
-        last = f"fma.rn.{flavour.pair} $0, s, t, s;"
-        if _leaves_sign_out(flavour, chosen):
-            last = f".reg .b32 a;\n        abs.{flavour.pair} a, s;\n        fma.rn.{flavour.pair} $0, a, t, s;"
-        result = "g"
-        if exact:
-            texts.append(_EXACT.format(columns=_COLUMNS[frontend], exact=exact))
-            result = f"tl.where(exact_columns_{exact}(x), x.to(tl.{flavour.dtype}), g)"
-        texts.append(_FINISH.format(exact=exact, last=last, result=result, **words))
-        texts.append(_open(folded, root or (), flavour, chosen, number, exact))
+    for exact in sorted({form.exact for form in flavour.forms} - {0}):
+        texts.append(_EXACT.format(columns=_COLUMNS[frontend], exact=exact))
+    for form in flavour.forms:
+        result = f"tl.where(exact_columns_{form.exact}(x), x.to(tl.{flavour.dtype}), g)" if form.exact else "g"
+        texts.append(_FINISH.format(name=form.name, exact=form.exact, last=last, result=result, **words))
+        texts.append(_open(folded, root, flavour, number, form))
     return texts
 
 
-def _leaves_sign_out(flavour: Flavour, ways: tuple[str, ...]) -> bool:
-    """Whether t is |T|: where |h| costs the last step nothing, as it does in float16, and no other way needs one that is for both."""
-    return flavour.pair == "f16x2" and ways == ("complement",)
-
-
-def _open(folded: Folded, root: tuple[float, ...], flavour: Flavour, ways: tuple[str, ...], number: int, exact: int) -> str:
+def _open(folded: Folded, root: tuple[float, ...] | None, flavour: Flavour, number: int, form: Form) -> str:
     multiple = folded.steps[0].operands[1]
     whole = isinstance(multiple, Coefficient)  # whether h is a multiple of the score, which the first step makes
+    ways = ("tanh",) if root is None else form.ways
     assembly = _Assembly(2 * len(ways))
+    results = []  # come last: their registers may be those of scores
     for i, way in enumerate(ways):
         assembly.registers.append(f"s{i}")
         first = assembly.results + 2 * i
         assembly.lines.append(f"cvt.rn{flavour.limit}.{flavour.pair}.f32 s{i}, ${first + 1}, ${first};")
-        if way == "tanh":
+        if root is None or way == "tanh":
             t = _by_tanh(assembly, folded, flavour, 1 if whole else 0, i)
         else:
-            t = _by_complement(assembly, root, flavour, whole, i, _leaves_sign_out(flavour, ways))
-        assembly.lines += [f"mov.b32 ${2 * i}, s{i};", f"mov.b32 ${2 * i + 1}, {t};"]
-    name = f"opened_value_{number}_{exact}"
+            t = _by_complement(assembly, root, flavour, whole, i)
+        results += [f"mov.b32 ${2 * i}, s{i};", f"mov.b32 ${2 * i + 1}, {t};"]
+    assembly.lines += results
+    name = f"opened_value_{number}_{form.name}"
     scalars = [*assembly.constants, multiple] if isinstance(multiple, Coefficient) else assembly.constants
     lines = ["@jit", f"def {name}(s, scale):", *powers(scalars)]
     lines += [f"    k{i} = both({scalar(x)})" for i, x in enumerate(assembly.constants)]
@@ -203,7 +228,7 @@ def _open(folded: Folded, root: tuple[float, ...], flavour: Flavour, ways: tuple
         '        """,',
         f'        "{",".join(kinds)}", [{arguments}], dtype=tl.float32, is_pure=True, pack={assembly.results},',
         "    )",
-        f"    return tl.where(exact_columns_{exact}(s), scaled_value_{number}(s, scale), x)" if exact else "    return x",
+        f"    return tl.where(exact_columns_{form.exact}(s), scaled_value_{number}(s, scale), x)" if form.exact else "    return x",
     ]
     return "\n".join(lines)
 
@@ -229,29 +254,29 @@ def _by_tanh(assembly: _Assembly, folded: Folded, flavour: Flavour, first: int, 
     return names[Ref(opening[-1])]
 
 
-def _by_complement(
-    assembly: _Assembly, root: tuple[float, ...], flavour: Flavour, whole: bool, place: int, leaves_sign_out: bool
-) -> str:
-    """T is 1 - q^2 with the sign of h. Returns its register, or |T|'s.
+def _by_complement(assembly: _Assembly, root: tuple[float, ...], flavour: Flavour, whole: bool, place: int) -> str:
+    """The register of T, which is 1 - q^2 with the sign of h, or, where signs are free, of |T|.
 
-    With bfloat16 pairs a sign costs an instruction of its own, on a unit that has little to do. So q is a polynomial of -|h| there, -|T| is
-    q^2 - 1, and of its bits that of the sign is taken from h."""
+    Where they are, T = r (2 - r) with r = 1 - q = h p(h), which keeps its relative accuracy however small it is. In bfloat16 signs cost
+    an instruction each, on a unit that has little to do, and r would cost two more. There q is a polynomial of -|h|, q^2 - 1 is -|T|,
+    and of its bits that of the sign is taken from h."""
     pair = flavour.pair
-    free = pair == "f16x2"
-    s, h, q, t, one = (f"{x}{place}" for x in ("s", "a", "q", "t", "one"))
+    h, q, t, one = (f"{x}{place}" for x in ("a", "q", "t", "one"))
     assembly.registers += [h, q, t, one]
-    sign = 1.0 if free else -1.0
-    *inner, last = [Coefficient(x * sign**i, 0 if whole else i) for i, x in enumerate(root, start=1)]
-    lines = [f"abs.{pair} {h}, {s};" if free else f"or.b32 {h}, {s}, 0x80008000;"]
-    lines.append(f"mov.b32 {one}, {'0x3c003c00' if free else '0x3f803f80'};")
-    lines.append(f"fma.rn.{pair} {q}, {h}, {assembly.constant(last)}, {assembly.constant(inner[-1])};")
-    lines += [f"fma.rn.{pair} {q}, {q}, {h}, {assembly.constant(x)};" for x in reversed(inner[:-1])]
-    lines.append(f"fma.rn.relu.{pair} {q}, {q}, {h}, {one};")
-    if free:
-        lines += [f"neg.{pair} {t}, {q};", f"fma.rn.{pair} {t}, {t}, {q}, {one};"]
+    if flavour.free_signs:
+        *inner, last = [Coefficient(-x, 0 if whole else i) for i, x in enumerate(root, start=1)]
+        lines = [f"abs.{pair} {h}, s{place};"]
+        lines.append(f"fma.rn.{pair} {q}, {h}, {assembly.constant(last)}, {assembly.constant(inner[-1])};")
+        lines += [f"fma.rn.{pair} {q}, {q}, {h}, {assembly.constant(x)};" for x in reversed(inner[:-1])]
+        lines += [f"mul.rn.sat.{pair} {q}, {q}, {h};", f"mov.b32 {one}, 0x40004000;"]
+        lines += [f"sub.rn.{pair} {t}, {one}, {q};", f"mul.rn.{pair} {t}, {t}, {q};"]
     else:
-        lines += [f"mov.b32 {one}, 0xbf80bf80;", f"fma.rn.{pair} {t}, {q}, {q}, {one};"]
-    if not leaves_sign_out:
-        lines.append(f"lop3.b32 {t}, {t}, {s}, 0x7fff7fff, 0xe4;")  # bit by bit (t & mask) | (s & ~mask)
+        *inner, last = [Coefficient(x * (-1.0) ** i, 0 if whole else i) for i, x in enumerate(root, start=1)]
+        lines = [f"or.b32 {h}, s{place}, 0x80008000;", f"mov.b32 {one}, 0x3f803f80;"]
+        lines.append(f"fma.rn.{pair} {q}, {h}, {assembly.constant(last)}, {assembly.constant(inner[-1])};")
+        lines += [f"fma.rn.{pair} {q}, {q}, {h}, {assembly.constant(x)};" for x in reversed(inner[:-1])]
+        lines += [f"fma.rn.relu.{pair} {q}, {q}, {h}, {one};", f"mov.b32 {one}, 0xbf80bf80;"]
+        lines.append(f"fma.rn.{pair} {t}, {q}, {q}, {one};")
+        lines.append(f"lop3.b32 {t}, {t}, s{place}, 0x7fff7fff, 0xe4;")  # bit by bit (t & mask) | (s & ~mask)
     assembly.lines += lines
     return t

@@ -50,10 +50,13 @@ HOPPER_PRODUCTS |= {("backward_kernel", "steps-of-128"): (160,), ("backward_kern
 HOPPER_PRODUCTS |= {("backward_kernel", "causal"): (145,)}
 # What follows depends on the Triton that compiles: up to 3.6, and after it.
 # The hopper forward's, of long activations and windows: a few numbers of a tile that its first step has no room for.
-LONG_SPILLS = {False: (0, 16), True: (1, 20)}
+LONG_SPILLS = {False: (0, 24), True: (1, 24)}
 LONG = ("hopper-gelu_tanh", "hopper-gelu-grouped", "hopper-fp16", "hopper-64-fp16", "hopper-64-shared")
-LONG += ("hopper-64-four-shared", "hopper-64-four-fp16", "hopper-64-four-packed", "hopper-64-four-packed-fp16")
-LONG += ("hopper-64-four-gelu", "hopper-64-loop-of-four")
+LONG += ("hopper-64-four-fp16", "hopper-64-four-packed-fp16")
+# At D = 64 three and four consumers of packed gelus have no register for one or a few numbers of a tile, which each step reads
+# (plan_forward.FORMS).
+PACKED_SPILLS = {False: (12, 48), True: (12, 48)}
+PACKED = ("hopper-64-three-gelu", "hopper-64-four-gelu", "hopper-64-four-packed", "hopper-64-four-shared")
 LONG += ("hopper-causal", "hopper-causal-gelu", "hopper-window")
 # The hopper backward's spills, in its steps and in all: where a tile begins and ends, dK and dV are in the way.
 BACKWARD_SPILLS = {False: (12, 80), True: (40, 240)}
@@ -64,8 +67,8 @@ LONG_STEP_SPILLS = {False: (40, 140), True: (0, 0)}  # at D = 64, with 128 queri
 def spills_allowed(arch: int, configuration: str, kernel: str) -> int:
     if kernel == "backward_kernel":
         return max(most for _, most in UNSAFE_SPILLS.values())
-    if configuration in LONG:
-        return max(most for _, most in LONG_SPILLS.values())
+    if configuration in LONG + PACKED:
+        return max(most for _, most in (PACKED_SPILLS if configuration in PACKED else LONG_SPILLS).values())
     if configuration == "schedule" or configuration.startswith("hopper-") or (arch == 90 and configuration == "bf16-128"):
         return 0
     return SPILLS.get((arch, configuration, kernel), A_HANDFUL)
@@ -120,9 +123,10 @@ def test_every_kernel_compiles_inside_its_budgets(arch, newest):
                 over.append(
                     f"{name}: {row['products']} warpgroup products, expected one of {HOPPER_PRODUCTS[row['kernel'], width]}"
                 )
-        if row["kernel"] == "backward_kernel" or row["configuration"] in LONG:
+        if row["kernel"] == "backward_kernel" or row["configuration"] in LONG + PACKED:
             allowed = UNSAFE_SPILLS if row["configuration"].endswith("unsafe") else BACKWARD_SPILLS
             allowed = LONG_SPILLS if row["configuration"] in LONG else allowed
+            allowed = PACKED_SPILLS if row["configuration"] in PACKED else allowed
             allowed = LONG_STEP_SPILLS if "steps-of-128" in row["configuration"] else allowed
             found, most = (row["spills_in_loops"], row["spills"]), allowed[later]
             if found[0] > most[0] or found[1] > most[1]:

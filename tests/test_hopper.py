@@ -363,8 +363,11 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         ({"activation": "gelu", "form": "shared-query", "q_lengths": (15,), "k_lengths": (5, 300)}, None),
         ({"activation": "gelu", "q_lengths": (29, 2)}, None),
         ({"activation": "silu"}, None),
-        ({"activation": "gelu", "scale": 1e-9}, None),
+        ({"activation": "gelu", "scale": 0.0111}, 16),
+        ({"activation": "gelu", "scale": 0.011}, None),
         ({"activation": "gelu", "scale": -1.0}, None),
+        ({"activation": "gelu", "scale": 1e7}, None),
+        ({"activation": "gelu", "scale": 0.0001, "dtype": torch.float16}, 32),
         ({"activation": "gelu", "head_dim": 64}, 16),
         ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500), "k_lengths": (600, 500)}, 32),
         ({"activation": "gelu", "head_dim": 64, "q_lengths": (600, 500), "k_lengths": (192, 193), "form": "dense-key"}, None),
@@ -393,8 +396,11 @@ def test_nothing_is_launched_without_queries_or_keys(monkeypatch):
         "too few for each",
         "few rows",
         "silu",
+        "the least scale",
         "a small scale",
         "a negative scale",
+        "a large scale",
+        "fp16, a small scale",
         "narrow",
         "narrow, three consumers",
         "narrow, one loop of three consumers",
@@ -421,10 +427,14 @@ def test_gelu_is_packed_where_many_rows_share_the_error_budget(options, exact, m
     constants = launch._constants(case.problem, q, k, v, q.new_empty(case.problem.output_shape), None)
     functions = plan.functions_for(case.problem)
     chosen = [constants[name] for name in ("activate", "finish", "activate_rest", "finish_rest")]
+    forms = plan_forward.packed_forms(case.problem)
     if exact is None:
+        assert forms is None
         assert chosen == [functions.scaled, rounded, functions.scaled, rounded]
     else:
-        first, rest = functions.packed[exact], functions.packed[0]
+        assert forms is not None
+        assert [form.exact for form in forms] == [exact, 0]
+        first, rest = (functions.packed[form] for form in forms)
         assert chosen == [first.open, first.finish, rest.open, rest.finish]
 
 
@@ -602,7 +612,7 @@ class TestHowManyConsumersShareATile:
         def kind(form, rows):
             q, k, v, cu_q, cu_k = launch.example(form, 1024, rows, 4, 4, 64, 64, dtype)
             problem = launch.describe(q, k, v, cu_q, cu_k, None, None, (activation,), None, 1.0, (-1, -1), False)
-            forms = plan_forward.consumers(problem), plan_forward.has_one_loop(problem), plan_forward.exact_columns(problem)
+            forms = plan_forward.consumers(problem), plan_forward.has_one_loop(problem), plan_forward.packed_forms(problem)
             return form, launch.precision_for(problem), *forms
 
         built = []

@@ -100,7 +100,7 @@ def test_three_and_four_consumers(consumers, form, activation, one_loop, dtype, 
     case = make_case(form, **options, q_lengths=(450, *Q_LENGTHS), k_lengths=(270, *K_LENGTHS))
     assert plan_forward.consumers(case.problem) == consumers
     packed = activation == "gelu_tanh" and not (consumers == 3 and one_loop)
-    assert (plan_forward.exact_columns(case.problem) is not None) == packed
+    assert (plan_forward.packed_forms(case.problem) is not None) == packed
     assert plan_forward.has_one_loop(case.problem) == (one_loop and not packed)
     check(case, "hopper")
 
@@ -119,7 +119,7 @@ def test_sequences_of_a_few_blocks(form, rows, keys, activation, monkeypatch):
     case = make_case(form, **{**BASE, "head_dim": 64, "activation": activation}, q_lengths=rows_of, k_lengths=keys_of)
     packed = form != "dense-key" and activation == "gelu"
     assert plan_forward.consumers(case.problem) == (3 if form == "dense-key" else 4)
-    assert (plan_forward.exact_columns(case.problem) is not None) == packed
+    assert (plan_forward.packed_forms(case.problem) is not None) == packed
     assert plan_forward.has_one_loop(case.problem) == (form != "packed" and activation != "relu" and not packed)
     check(case, "hopper")
 
@@ -166,14 +166,18 @@ def test_a_traced_copy_gives_what_the_built_in_gives():
     assert torch.equal(run(case, "hopper").out, run(copy, "hopper").out)
 
 
+@pytest.mark.parametrize(("head_dim", "consumers"), [(128, 2), (64, 2), (64, 3), (64, 4)], ids=["D=128", "two", "three", "four"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-def test_the_output_for_scores_of_any_spread(activation, dtype, head_dim):
+def test_the_output_for_scores_of_any_spread(activation, head_dim, consumers, dtype, monkeypatch):
     """With steps in 16 bits, for gelus, and the special-function unit's tanh, on values that cancel and on values that do not."""
+    from gdpa.backends.hopper import plan_forward
+
+    monkeypatch.setattr(plan_forward, "fastest", lambda problem: consumers)
     options = {**BASE, "heads": 1, "kv_heads": 1, "dtype": dtype, "head_dim": head_dim, "activation": activation}
     draws = product((1, 16, 17, 33, 128, 300, 1000), (0.03, 0.1, 0.3, 1.0, 3.0), (0.0, 1.0))
     for seed, (keys, spread, mean) in enumerate(draws):
-        case = make_case(**options, q_lengths=(128, 1), k_lengths=(keys, 1), scale=spread / head_dim**0.5, seed=seed)
-        case = case.with_inputs(v=case.inputs.v * (0.1 if mean else 1.0) + mean)
+        case = make_case(**options, q_lengths=(128, 1), k_lengths=(keys, 1), seed=seed)
+        case = case.with_inputs(q=case.inputs.q * spread, v=case.inputs.v * (0.1 if mean else 1.0) + mean)
         numerics.check(case.problem, case.inputs, None, numerics.Results(run_by_name(case)))
 
 

@@ -34,9 +34,9 @@ from gdpa.backends.hopper.plan_forward import (
     ROWS_FOR_THREE,
     block_keys,
     consumers,
-    exact_columns,
     has_one_loop,
     is_early,
+    packed_forms,
     tile_rows,
     way_of_window,
 )
@@ -225,7 +225,7 @@ def _recipe_key(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_scale: Te
         v.stride()[-3:],
         out_scale is None,
         consumers(problem),
-        exact_columns(problem),
+        packed_forms(problem),
         has_one_loop(problem),
         way_of_window(problem, same),
     )
@@ -274,12 +274,13 @@ def _constants(
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     functions = functions_for(problem)
-    exact = exact_columns(problem)
+    forms = packed_forms(problem)
+    first, rest = (None, None) if forms is None else (functions.packed[form] for form in forms)
     return {
-        "activate": functions.scaled if exact is None else functions.packed[exact].open,
-        "finish": rounded if exact is None else functions.packed[exact].finish,
-        "activate_rest": functions.scaled if exact is None else functions.packed[0].open,
-        "finish_rest": rounded if exact is None else functions.packed[0].finish,
+        "activate": functions.scaled if first is None else first.open,
+        "finish": rounded if first is None else first.finish,
+        "activate_rest": functions.scaled if rest is None else rest.open,
+        "finish_rest": rounded if rest is None else rest.finish,
         "factor": functions.factor,
         "HEADS": problem.heads,
         "GROUP": problem.group,

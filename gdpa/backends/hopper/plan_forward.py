@@ -16,7 +16,7 @@ from gdpa.backends.hopper.plan import (
     precision_for,
     queries_of_a_sequence,
 )
-from gdpa.packing import FEWEST_PACKED_ROWS, PACKED_SCALES
+from gdpa.packing import FEWEST_PACKED_ROWS, PACKED_SCALES, Form
 from gdpa.problem import Problem
 
 CONSUMER_ROWS = 64  # queries of a consumer, as the kernel has them
@@ -98,7 +98,7 @@ def consumers(problem: Problem) -> int:
     """How many share a tile. Registers allow three and four at D = 64, for one activation, unmasked.
 
     Where results must be the same every time, a sequence's do not depend on the lengths of others (but for calls of fewer than
-    FEWEST_PACKED_ROWS), and gelu's scores are packed in 16 bits or not by how many there are: so there are always two."""
+    FEWEST_PACKED_ROWS), and which of gelu's scores are packed in 16 bits depends on how many there are: so there are always two."""
     fits = problem.head_dim == 64 and len(set(problem.activations)) == 1
     if not fits or needs_mask(problem) or problem.masked or problem.deterministic:
         return 2
@@ -184,23 +184,36 @@ def suits_one_loop(problem: Problem) -> bool:
 
 def has_one_loop(problem: Problem) -> bool:
     """Whether a tile's first step is one of its loop's."""
-    return suits_one_loop(problem) and exact_columns(problem) is None
+    return suits_one_loop(problem) and packed_forms(problem) is None
 
 
-def exact_columns(problem: Problem) -> int | None:
-    """Of a tile's first block of keys, those whose scores are activated one by one in fp32, where the others', and all of later blocks, are
-    two at a time in 16 bits (gdpa/packing.py). None where all are one by one: a mask would part the pairs."""
+# Of a tile's first block of keys, and of later ones, in bfloat16, by the number of consumers. Three and four are short of registers: they
+# read one number of a tile, three with dense keys four, back from memory in each step. By multiplications alone four have 211 instructions
+# and no such reads, for 197, but gelu_tanh comes to 1.03 of the error budget where scores have a spread of 0.03 and values are alike.
+FORMS = {2: (Form(16, True), Form(0, True)), 3: (Form(32, False), Form(0, True)), 4: (Form(16, True), Form(0, True))}
+FORMS_IN_FLOAT16 = (Form(32, False), Form(0, False))
+# Of the scores of queries and keys of unit variance. Of small scores gelu's even part, h tanh, is smaller than bfloat16's roundings of
+# them, and sums over thousands of keys may be of that part alone: with a spread of 0.003 they are over the error budget.
+LEAST_PACKED_SPREAD = 0.125
+
+
+def packed_forms(problem: Problem) -> tuple[Form, Form] | None:
+    """How scores are activated two at a time in 16 bits (gdpa/packing.py): those of a tile's first block of keys, and of later ones. None
+    where they are one by one in fp32: a mask would part the pairs."""
     if not can_pack(problem) or needs_mask(problem) or problem.masked or not has_many_rows(problem):
         return None
-    if consumers(problem) == 3 and suits_one_loop(problem):
+    count = consumers(problem)
+    if count == 3 and suits_one_loop(problem):
         return None
-    return 32 if problem.dtype == torch.float16 or consumers(problem) == 3 else 16
+    return FORMS_IN_FLOAT16 if problem.dtype == torch.float16 else FORMS[count]
 
 
 def can_pack(problem: Problem) -> bool:
-    """Whether the activation has such a form."""
-    small, large = PACKED_SCALES
-    return bool(functions_for(problem).packed) and small <= problem.scale <= large
+    """Whether the activation has such a form, and its scale allows it."""
+    least, largest = PACKED_SCALES
+    if problem.dtype == torch.bfloat16:
+        least = LEAST_PACKED_SPREAD / problem.head_dim**0.5
+    return bool(functions_for(problem).packed) and least <= problem.scale <= largest
 
 
 def has_many_rows(problem: Problem) -> bool:
