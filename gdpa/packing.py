@@ -261,22 +261,22 @@ def _by_complement(assembly: _Assembly, root: tuple[float, ...], flavour: Flavou
     an instruction each, on a unit that has little to do, and r would cost two more. There q is a polynomial of -|h|, q^2 - 1 is -|T|,
     and of its bits that of the sign is taken from h."""
     pair = flavour.pair
-    h, q, t, one = (f"{x}{place}" for x in ("a", "q", "t", "one"))
-    assembly.registers += [h, q, t, one]
+    h, q, t, number = (f"{x}{place}" for x in ("a", "q", "t", "number"))  # 2, or 1 and then -1
+    assembly.registers += [h, q, t, number]
     if flavour.free_signs:
         *inner, last = [Coefficient(-x, 0 if whole else i) for i, x in enumerate(root, start=1)]
         lines = [f"abs.{pair} {h}, s{place};"]
         lines.append(f"fma.rn.{pair} {q}, {h}, {assembly.constant(last)}, {assembly.constant(inner[-1])};")
         lines += [f"fma.rn.{pair} {q}, {q}, {h}, {assembly.constant(x)};" for x in reversed(inner[:-1])]
-        lines += [f"mul.rn.sat.{pair} {q}, {q}, {h};", f"mov.b32 {one}, 0x40004000;"]
-        lines += [f"sub.rn.{pair} {t}, {one}, {q};", f"mul.rn.{pair} {t}, {t}, {q};"]
+        lines += [f"mul.rn.sat.{pair} {q}, {q}, {h};", f"mov.b32 {number}, 0x40004000;"]
+        lines += [f"sub.rn.{pair} {t}, {number}, {q};", f"mul.rn.{pair} {t}, {t}, {q};"]
     else:
         *inner, last = [Coefficient(x * (-1.0) ** i, 0 if whole else i) for i, x in enumerate(root, start=1)]
-        lines = [f"or.b32 {h}, s{place}, 0x80008000;", f"mov.b32 {one}, 0x3f803f80;"]
+        lines = [f"or.b32 {h}, s{place}, 0x80008000;", f"mov.b32 {number}, 0x3f803f80;"]
         lines.append(f"fma.rn.{pair} {q}, {h}, {assembly.constant(last)}, {assembly.constant(inner[-1])};")
         lines += [f"fma.rn.{pair} {q}, {q}, {h}, {assembly.constant(x)};" for x in reversed(inner[:-1])]
-        lines += [f"fma.rn.relu.{pair} {q}, {q}, {h}, {one};", f"mov.b32 {one}, 0xbf80bf80;"]
-        lines.append(f"fma.rn.{pair} {t}, {q}, {q}, {one};")
+        lines += [f"fma.rn.relu.{pair} {q}, {q}, {h}, {number};", f"mov.b32 {number}, 0xbf80bf80;"]
+        lines.append(f"fma.rn.{pair} {t}, {q}, {q}, {number};")
         lines.append(f"lop3.b32 {t}, {t}, s{place}, 0x7fff7fff, 0xe4;")  # bit by bit (t & mask) | (s & ~mask)
     assembly.lines += lines
     return t

@@ -106,7 +106,6 @@ for _name, _dtype in DTYPES.items():
     OPERATIONS[f"mul.rn.sat.{_name}x2"] = _packed_operation(_dtype, lambda x, y: (x * y).clamp(0.0, 1.0).nan_to_num(0.0))
     OPERATIONS[f"sub.rn.{_name}x2"] = _packed_operation(_dtype, torch.sub)
     OPERATIONS[f"abs.{_name}x2"] = _packed_operation(_dtype, torch.abs)
-    OPERATIONS[f"neg.{_name}x2"] = _packed_operation(_dtype, torch.neg)
     OPERATIONS[f"tanh.approx.{_name}x2"] = _packed_operation(_dtype, torch.tanh)
 
 
